@@ -1,0 +1,224 @@
+"""The broker: one Celery configuration, the queues and how to publish, on Redis and on RabbitMQ alike.
+
+Every publish goes through the default exchange (`''`) with the queue as routing key: through a named exchange, a
+message vanishes silently once the exchange's binding is gone. Every publish is confirmed by the broker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery
+from kombu import Connection, Exchange, Producer, Queue
+
+from common import serializer
+from common.codec import PURPOSE_CHUNK, PURPOSE_RESULTS, Codec
+from common.errors import Unreachable, UsageError
+from common.messages import QUEUE_DEAD, QUEUE_INTAKE
+from common.settings import Settings
+
+DEFAULT_EXCHANGE = Exchange("", type="direct")
+
+
+def broker_url(settings: Settings) -> str:
+    """The broker's URL; `UsageError` when none is set."""
+    if not settings.broker.url:
+        raise UsageError("no broker is configured: set broker.url in fleet.yaml or BATCHMILL_BROKER_URL")
+    return settings.broker.url
+
+
+def is_amqp(url: str) -> bool:
+    """True for RabbitMQ."""
+    return url.startswith(("amqp", "pyamqp"))
+
+
+def transport_options(settings: Settings) -> dict[str, Any]:
+    """kombu's options; the same for every role, since on Redis the shortest visibility timeout of any client wins."""
+    if is_amqp(broker_url(settings)):
+        return {"confirm_publish": True}
+    return {
+        "visibility_timeout": settings.broker.visibility_timeout_s,
+        # One sweep every unacked_restore_interval (10 s); the default is one in ten.
+        "unacked_restore_throttle": 1,
+        "socket_keepalive": True,
+        "health_check_interval": 10,
+    }
+
+
+def make_app(settings: Settings) -> Celery:
+    """The Celery application every role uses. Each setting's reason stands beside it."""
+    serializer.install()
+    url = broker_url(settings)
+    app = Celery("batchmill", broker=url, set_as_current=False)
+    app.conf.update(
+        accept_content=[serializer.CONTENT_TYPE, "json"],  # json: remote control and `batchmill.submit`
+        task_serializer=serializer.NAME,
+        task_acks_late=True,  # acked only after the results are confirmed
+        task_reject_on_worker_lost=True,
+        task_ignore_result=True,
+        result_backend=None,
+        worker_prefetch_multiplier=1,
+        worker_cancel_long_running_tasks_on_connection_loss=False,  # a blip must not throw generations away
+        worker_hijack_root_logger=False,
+        worker_redirect_stdouts=False,
+        worker_send_task_events=True,
+        worker_enable_remote_control=True,
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        broker_channel_error_retry=True,
+        broker_pool_limit=settings.inference.chunks_in_flight + 4,
+        broker_heartbeat=settings.broker.heartbeat_s if is_amqp(url) else 0,
+        broker_transport_options=transport_options(settings),
+        task_create_missing_queues=False,
+        task_queues=[queue(settings, QUEUE_INTAKE)],
+        task_default_queue=QUEUE_INTAKE,
+        task_default_exchange="",
+        task_default_routing_key=QUEUE_INTAKE,
+        event_queue_expires=60,
+        control_queue_expires=300,
+    )
+    return app
+
+
+def queue(settings: Settings, name: str, *, transient: bool = False) -> Queue:
+    """A queue by name; on RabbitMQ a quorum queue (`transient`: a worker's own, deleted an hour after its last use)."""
+    arguments: dict[str, Any] = {}
+    if is_amqp(broker_url(settings)):
+        arguments = {
+            "x-queue-type": "quorum",
+            "x-consumer-timeout": settings.broker.consumer_timeout_ms,
+            "x-delivery-limit": settings.broker.delivery_limit,
+        }
+        if transient:
+            arguments["x-expires"] = 3600 * 1000
+        if name != QUEUE_DEAD:
+            arguments |= {
+                "x-dead-letter-exchange": "",
+                "x-dead-letter-routing-key": QUEUE_DEAD,
+                "x-dead-letter-strategy": "at-least-once",
+                "x-overflow": "reject-publish",
+            }
+    return Queue(name, exchange=DEFAULT_EXCHANGE, routing_key=name, durable=True, queue_arguments=arguments)
+
+
+def connect(settings: Settings) -> Connection:
+    """A connection of one's own (not from a pool); `Unreachable` when the broker does not answer within 5 s."""
+    serializer.install()
+    url = broker_url(settings)
+    connection = Connection(
+        url,
+        transport_options=transport_options(settings),
+        heartbeat=settings.broker.heartbeat_s if is_amqp(url) else 0,
+        connect_timeout=5,
+    )
+    try:
+        connection.ensure_connection(max_retries=1, interval_start=0.2, timeout=5)
+    except Exception as exc:
+        connection.release()
+        raise Unreachable(f"broker {connection.as_uri()} does not answer: {exc}") from None
+    return connection
+
+
+class Publisher:
+    """Publishes over a connection of its own, confirmed. One thread at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._connection: Connection | None = None
+        self._producer: Producer | None = None
+        self._declared: set[str] = set()
+
+    def publish(
+        self,
+        name: str,
+        body: Any,
+        *,
+        headers: dict[str, Any] | None = None,
+        serializer_name: str = serializer.NAME,
+        **properties: Any,
+    ) -> None:
+        """Publish to a queue, declaring it at first use; raises what the transport raises when it is not confirmed.
+
+        The connection is dropped after an error, so that the next call starts on a new one.
+        """
+        try:
+            producer = self._ready(name)
+            producer.publish(
+                body,
+                exchange="",
+                routing_key=name,
+                serializer=serializer_name,
+                headers=headers or {},
+                delivery_mode=2,
+                **properties,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def publish_task(self, name: str, task: str, task_id: str, blob: bytes, argsrepr: str) -> None:
+        """Publish a Celery task (protocol 2) whose only argument is `blob`; `argsrepr` is all that monitors show."""
+        self.publish(
+            name,
+            blob,
+            headers={
+                "lang": "py",
+                "task": task,
+                "id": task_id,
+                "root_id": task_id,
+                "parent_id": None,
+                "group": None,
+                "argsrepr": argsrepr,
+                "kwargsrepr": "{}",
+                "origin": "coordinator",
+                "ignore_result": True,
+            },
+            correlation_id=task_id,
+        )
+
+    def _ready(self, name: str) -> Producer:
+        if self._connection is None or self._producer is None:
+            self._connection = connect(self._settings)
+            self._producer = Producer(self._connection, auto_declare=False)
+        if name not in self._declared:
+            queue(self._settings, name).bind(self._connection.default_channel).declare()
+            self._declared.add(name)
+        return self._producer
+
+    def heartbeat(self) -> None:
+        """Keep an idle RabbitMQ connection alive; call it at least twice in every heartbeat interval."""
+        if self._connection is not None and self._connection.heartbeat:
+            try:
+                self._connection.heartbeat_check()
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Close the connection; the next publish opens another."""
+        connection, self._connection, self._producer = self._connection, None, None
+        self._declared.clear()
+        if connection is not None:
+            try:
+                connection.release()
+            except Exception:
+                # It is being thrown away because it failed; how it fails to close adds nothing.
+                return
+
+
+def codecs(settings: Settings) -> tuple[Codec, Codec]:
+    """The codecs of both directions, (chunks, results); `UsageError` when a key is missing."""
+    security = settings.security
+    made = []
+    for purpose, key, old, name in (
+        (PURPOSE_CHUNK, security.dispatch_key, security.old_dispatch_keys, "dispatch_key"),
+        (PURPOSE_RESULTS, security.results_key, security.old_results_keys, "results_key"),
+    ):
+        if not key:
+            raise UsageError(
+                f"security.{name} is not set: put 64 hex digits (openssl rand -hex 32) in a file and name it in "
+                f"BATCHMILL_SECURITY_{name.upper()}_FILE, the same on every machine"
+            )
+        keys = {k: bytes.fromhex(v) for k, v in old.items()} | {security.key_id: bytes.fromhex(key)}
+        made.append(Codec(purpose, keys, security.key_id))
+    return made[0], made[1]

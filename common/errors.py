@@ -1,0 +1,38 @@
+"""Errors that a person can cause: one line that says what is wrong, where, and what to do.
+
+Each carries the exit code of the commands (documented in docs/cli.md), so that the command line needs one handler.
+"""
+
+from __future__ import annotations
+
+
+class BatchmillError(Exception):
+    """Base of all errors shown to a person without a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(BatchmillError):
+    """A wrong option, setting or file: nothing was started."""
+
+    exit_code = 2
+
+
+class InvalidInput(BatchmillError):
+    """The batch file has lines that cannot be accepted: nothing was enqueued."""
+
+    exit_code = 2
+
+
+class Unreachable(BatchmillError):
+    """The broker, Redis or the store does not answer."""
+
+    exit_code = 3
+
+
+class BadMessage(Exception):
+    """A queue message that failed verification or its schema; `reason` is safe to log (no payload in it)."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason

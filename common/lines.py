@@ -1,0 +1,49 @@
+"""Result lines: the bytes of one line of `output.jsonl` or `errors.jsonl`.
+
+The shape is OpenAI's batch output line. The engine's body is spliced in untouched; our own marks stand outside
+`response.body` under `batchmill`, where OpenAI clients do not look. Every line ends with one newline and has no other.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.ids import result_id
+
+
+class Marks(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What we add to a line: the exact model version, how many attempts it took, whether the result cache answered."""
+
+    model: str
+    attempts: int = 1
+    cached: bool = False
+
+
+_encode = msgspec.json.encode
+
+
+def answer_line(
+    batch_id: str, index: int, custom_id: bytes, status: int, body: bytes, marks: bytes
+) -> bytes:
+    """The line of a request that got an HTTP answer, of whatever status.
+
+    `custom_id` is a JSON string literal, `body` a JSON document without a raw newline, `marks` an encoded `Marks`.
+    """
+    rid = result_id(batch_id, index)
+    return (
+        b'{"id":"%b","custom_id":%b,"response":{"status_code":%d,"request_id":"%b","body":%b},"error":null,'
+        b'"batchmill":%b}\n' % (rid.encode(), custom_id, status, b"req_" + rid[10:].encode(), body, marks)
+    )
+
+
+def error_line(batch_id: str, index: int, custom_id: bytes, code: str, message: str, marks: bytes) -> bytes:
+    """The line of a request that never got an answer: `response` is null, `error` has a code and a reason."""
+    return (
+        b'{"id":"%b","custom_id":%b,"response":null,"error":{"code":%b,"message":%b},"batchmill":%b}\n'
+        % (result_id(batch_id, index).encode(), custom_id, _encode(code), _encode(message), marks)
+    )
+
+
+def encode_marks(model: str, attempts: int = 1, cached: bool = False) -> bytes:
+    """Encoded `Marks`; callers keep the bytes, since most lines of a chunk share them."""
+    return _encode(Marks(model=model, attempts=attempts, cached=cached))

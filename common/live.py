@@ -1,0 +1,115 @@
+"""Live state in Redis: who works on what right now. Hints, never the truth: it may be wiped at any moment.
+
+Keys (all with a time to live): `bm:lease:<chunk>` = node, `bm:worker:<node>` = JSON facts, `bm:generation` = a random
+id set by whoever finds none, by which a wipe is noticed, `bm:cancelled:<batch>` = 1 for what workers should abort.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Any, cast
+
+import msgspec
+import redis
+
+from common.errors import Unreachable, UsageError
+from common.settings import Settings
+
+WORKER_TTL_S = 30
+
+
+class WorkerFacts(msgspec.Struct, kw_only=True):
+    """What a worker says of itself, renewed every few seconds."""
+
+    node: str
+    model: str
+    host: str
+    pid: int
+    device: str
+    engine: str
+    #: loading, ready, draining
+    state: str
+    max_num_seqs: int
+    chunks_in_flight: int
+    running: int = 0
+    waiting: int = 0
+    started_at: float = 0.0
+
+
+def state_url(settings: Settings) -> str:
+    """The Redis of the live state; `UsageError` when neither `state.url` nor a Redis broker is set."""
+    url = settings.state.url or settings.broker.url or ""
+    if not url.startswith(("redis", "unix")):
+        raise UsageError("state.url is not set: with RabbitMQ as broker, live state needs a Redis (BATCHMILL_STATE_URL)")
+    # kombu spells a socket `redis+socket://`, redis-py `unix://`; the database is `virtual_host` there and `db` here.
+    return url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")
+
+
+class LiveState:
+    """A thin client; every call may raise `redis.RedisError`, which callers treat as "nothing known"."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.url = state_url(settings)
+        self._redis = redis.Redis.from_url(
+            self.url, socket_timeout=2.0, socket_connect_timeout=2.0, health_check_interval=10
+        )
+
+    def check(self) -> None:
+        """`Unreachable` when Redis does not answer."""
+        try:
+            self._redis.ping()
+        except redis.RedisError as exc:
+            raise Unreachable(f"Redis at {self.url.rpartition('@')[2]} does not answer: {exc}") from None
+
+    def generation(self) -> str:
+        """The id of this life of the Redis: another value than last time means that it was wiped."""
+        self._redis.set("bm:generation", secrets.token_hex(8), nx=True)
+        return cast(bytes, self._redis.get("bm:generation") or b"").decode()
+
+    def renew_leases(self, chunk_ids: Iterable[str], node: str, lease_s: float) -> None:
+        """Claim or renew; one round trip."""
+        pipe = self._redis.pipeline(transaction=False)
+        for chunk_id in chunk_ids:
+            pipe.set(f"bm:lease:{chunk_id}", node, px=int(lease_s * 1000))
+        pipe.execute()
+
+    def drop_lease(self, chunk_id: str) -> None:
+        """Give a claim back."""
+        self._redis.delete(f"bm:lease:{chunk_id}")
+
+    def leases(self, chunk_ids: list[str]) -> list[str | None]:
+        """The node that holds each chunk, or None."""
+        if not chunk_ids:
+            return []
+        found = cast(list[bytes | None], self._redis.mget([f"bm:lease:{c}" for c in chunk_ids]))
+        return [f.decode() if f is not None else None for f in found]
+
+    def announce(self, facts: WorkerFacts) -> None:
+        """Say that a worker is here."""
+        self._redis.set(f"bm:worker:{facts.node}", msgspec.json.encode(facts), ex=WORKER_TTL_S)
+
+    def withdraw(self, node: str) -> None:
+        """Say that a worker is gone."""
+        self._redis.delete(f"bm:worker:{node}")
+
+    def workers(self) -> list[WorkerFacts]:
+        """All workers that announced themselves lately."""
+        keys = list(self._redis.scan_iter("bm:worker:*", count=500))
+        found = cast(list[Any], self._redis.mget(keys)) if keys else []
+        return sorted((msgspec.json.decode(f, type=WorkerFacts) for f in found if f), key=lambda w: w.node)
+
+    def mark_cancelled(self, batch_id: str, ttl_s: int = 24 * 3600) -> None:
+        """Let workers abort what they run of a batch."""
+        self._redis.set(f"bm:cancelled:{batch_id}", 1, ex=ttl_s)
+
+    def cancelled(self, batch_ids: list[str]) -> set[str]:
+        """Which of these batches are cancelled."""
+        if not batch_ids:
+            return set()
+        found = cast(list[Any], self._redis.mget([f"bm:cancelled:{b}" for b in batch_ids]))
+        return {b for b, f in zip(batch_ids, found, strict=True) if f}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()

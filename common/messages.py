@@ -1,0 +1,203 @@
+"""What crosses a queue: versioned `msgspec` structs, MessagePack inside a signed envelope (`common.codec`).
+
+Rows and results are packed as byte columns, because the queues carry hundreds of them a message: a chunk is built by
+joining rows as the plan stored them, a result message is logged and assembled without decoding its lines.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import BadMessage
+
+#: Raised with every incompatible change; a message of another version is dead-lettered, never guessed at.
+VERSION = 1
+
+TASK_INFER = "batchmill.infer_chunk"
+TASK_SUBMIT = "batchmill.submit"
+QUEUE_INTAKE = "intake"
+QUEUE_DEAD = "dead"
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One request as a chunk carries it.
+
+    `pos` is its place in the planned order and its identity on the wire, `index` its place among the accepted lines of
+    the file (what output order and result ids follow), `custom_id` a JSON string literal, `url` an index into
+    `common.urls.URLS`, `body` the request body's JSON.
+    """
+
+    pos: int
+    index: int
+    custom_id: bytes
+    url: int
+    body: bytes
+
+
+class Slice(msgspec.Struct, array_like=True, frozen=True):
+    """Rows of one batch out of `[start, end)` of its planned order; rows no longer wanted are left out.
+
+    `rows` is a MessagePack array of `Row`. `attempt` counts from 1 and is the same for all rows of the slice.
+    """
+
+    batch: str
+    start: int
+    end: int
+    attempt: int
+    rows: bytes
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One message to a worker: a unit of transport and redelivery, never a barrier in the engine."""
+
+    v: int
+    id: str
+    model: str
+    reply_to: str
+    epoch: int
+    sent_at: float
+    #: Unix seconds; a worker drops the chunk after it (the coordinator has settled its requests by then). 0: never.
+    not_after: float
+    #: Seconds one request may take in the engine.
+    timeout_s: float
+    #: Result cache: off, read, write, on.
+    cache: str
+    slices: list[Slice]
+
+
+class Kind(IntEnum):
+    """What a result is. `RETRY` is not final: its line is used only when attempts run out."""
+
+    OUTPUT = 1
+    ERROR = 2
+    RETRY = 3
+
+
+class Usage(msgspec.Struct, array_like=True):
+    """Sums over the results of one part, in tokens (`cache_hits`: requests answered by the result cache)."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cache_hits: int = 0
+
+
+class Part(msgspec.Struct, array_like=True):
+    """Results of one batch, in columns of equal length.
+
+    `pos` little-endian u32, `kind` u8 (`Kind`), `length` little-endian u32; `lines` is the result lines joined, each
+    with its newline, whose lengths are `length`.
+    """
+
+    batch: str
+    pos: bytes
+    kind: bytes
+    length: bytes
+    lines: bytes
+    usage: Usage
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """Why a chunk ended without answering everything: the rows not answered count as one failed attempt."""
+
+    code: str
+    message: str
+
+
+class Results(msgspec.Struct):
+    """A message from a worker: some results of a chunk. The last one of a chunk has `done` true."""
+
+    v: int
+    chunk: str
+    model: str
+    node: str
+    seq: int
+    done: bool
+    parts: list[Part]
+    failure: Failure | None = None
+    #: Seconds the worker had the chunk; set on the last message.
+    elapsed_s: float = 0.0
+
+
+_chunk_decoder = msgspec.msgpack.Decoder(Chunk)
+_results_decoder = msgspec.msgpack.Decoder(Results)
+_rows_decoder = msgspec.msgpack.Decoder(list[Row])
+_encoder = msgspec.msgpack.Encoder()
+
+encode = _encoder.encode
+
+
+def decode_chunk(payload: bytes) -> Chunk:
+    """The chunk in a verified payload; `BadMessage` on another version or schema."""
+    try:
+        chunk = _chunk_decoder.decode(payload)
+    except (msgspec.DecodeError, ValueError) as exc:
+        raise BadMessage(f"not a chunk of version {VERSION}: {type(exc).__name__}") from None
+    if chunk.v != VERSION:
+        raise BadMessage(f"chunk version {chunk.v}, this worker speaks {VERSION}")
+    return chunk
+
+
+def decode_results(payload: bytes) -> Results:
+    """The results in a verified payload; `BadMessage` on another version, schema, or columns that do not agree."""
+    try:
+        results = _results_decoder.decode(payload)
+    except (msgspec.DecodeError, ValueError) as exc:
+        raise BadMessage(f"not results of version {VERSION}: {type(exc).__name__}") from None
+    if results.v != VERSION:
+        raise BadMessage(f"results version {results.v}, this coordinator speaks {VERSION}")
+    for part in results.parts:
+        n = len(part.kind)
+        if len(part.pos) != 4 * n or len(part.length) != 4 * n:
+            raise BadMessage("result columns of unequal length")
+        if int(lengths(part).sum()) != len(part.lines):
+            raise BadMessage("result lines do not have the lengths announced")
+    return results
+
+
+def decode_rows(rows: bytes) -> list[Row]:
+    """The rows of a slice; `BadMessage` when they do not decode."""
+    try:
+        return _rows_decoder.decode(rows)
+    except (msgspec.DecodeError, ValueError) as exc:
+        raise BadMessage(f"rows do not decode: {type(exc).__name__}") from None
+
+
+def join_rows(rows: list[bytes]) -> bytes:
+    """A MessagePack array out of rows that are encoded already."""
+    return b"\xdd" + len(rows).to_bytes(4, "big") + b"".join(rows)
+
+
+def positions(part: Part) -> npt.NDArray[np.uint32]:
+    """`part.pos` as an array."""
+    return np.frombuffer(part.pos, dtype="<u4")
+
+
+def kinds(part: Part) -> npt.NDArray[np.uint8]:
+    """`part.kind` as an array."""
+    return np.frombuffer(part.kind, dtype=np.uint8)
+
+
+def lengths(part: Part) -> npt.NDArray[np.uint32]:
+    """`part.length` as an array."""
+    return np.frombuffer(part.length, dtype="<u4")
+
+
+def infer_queue(model_version: str) -> str:
+    """The routing key of a model version, `name@version` → `infer.<name>.<version>`."""
+    name, _, version = model_version.partition("@")
+    return f"infer.{name}.{version}"
+
+
+def node_queue(model_version: str, node: str) -> str:
+    """A worker's own queue."""
+    return f"{infer_queue(model_version)}.{node}"
+
+
+def results_queue(shard: int) -> str:
+    """Where workers send results of the batches of a shard."""
+    return f"results.{shard}"

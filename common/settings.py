@@ -1,0 +1,315 @@
+"""Settings of a fleet: `config/fleet.yaml`, checked whole at start, overridable by environment.
+
+Precedence: environment, then the file, then the defaults below. A key `section.key` is overridden by
+`BATCHMILL_SECTION_KEY`, or by `BATCHMILL_SECTION_KEY_FILE`, which names a file that holds the value (for secrets).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from common.errors import UsageError
+
+Strict = {"forbid_unknown_fields": True, "frozen": True, "kw_only": True}
+
+
+class Inference(msgspec.Struct, **Strict):  # type: ignore[misc]
+    """The engine of a worker. A model's entry in models.yaml overrides these for that model."""
+
+    #: `vllm`, or `echo` (no model: for measuring and testing all that surrounds the engine).
+    engine: str = "vllm"
+    #: A model folder that takes the place of the registry's source.
+    model_path: str | None = None
+    #: Requests the engine runs at once (vLLM's max_num_seqs).
+    batch_size: int | None = None
+    #: Tokens of prompt and answer together (vLLM's max_model_len).
+    max_seq_len: int | None = None
+    #: Devices of one worker; empty: all that are visible.
+    device_ids: list[int] = []
+    gpu_memory_utilization: float | None = None
+    #: Upper bound of one answer; requests that ask for more are refused at intake. None: the context length bounds.
+    max_output_tokens: int | None = None
+    #: Chunks in the engine at a time (K).
+    chunks_in_flight: int = 3
+    #: Seconds one request may spend in the engine.
+    request_timeout_s: float = 600.0
+    #: Seconds a worker may go on with running chunks after SIGTERM.
+    drain_s: float = 30.0
+    #: Model version used when neither the command nor the request names one.
+    default_model: str | None = None
+    #: Where pulled models are kept.
+    models_dir: str | None = None
+
+
+class Cache(msgspec.Struct, **Strict):  # type: ignore[misc]
+    """The result cache."""
+
+    mode: str = "off"
+    url: str | None = None
+    capacity_gb: float = 1.0
+    sync_interval_ms: int = 200
+    ttl_s: int | None = None
+
+
+class Scheduler(msgspec.Struct, **Strict):  # type: ignore[misc]
+    """Dispatch, retries and leases."""
+
+    #: Requests dispatched and not yet logged, per model version (the window).
+    queue_size: int = 16384
+    #: Requests a chunk carries, at most; the engine's size raises it, the end of a batch lowers it.
+    chunk_requests: int = 256
+    #: Bytes of rows a chunk carries, at most (one larger request still goes, alone).
+    chunk_bytes: int = 1 << 20
+    #: Milliseconds the coordinator waits for more before it sends a chunk that is not full.
+    timeout_ms: int = 50
+    #: Attempts after the first, for what may be retried.
+    retry_times: int = 3
+    #: Seconds until a lease lapses that is not renewed.
+    lease_s: float = 15.0
+    #: Seconds after which a chunk that nobody leased counts as lost while later ones were leased.
+    unclaimed_s: float = 30.0
+    #: Coordinator shards.
+    shards: int = 1
+    #: Seconds without a heartbeat after which a standby takes over.
+    takeover_s: float = 10.0
+
+
+class Broker(msgspec.Struct, **Strict):  # type: ignore[misc]
+    """Where queues live: `redis://…`, `redis+socket://…` or `amqp://…`. None: the embedded fleet."""
+
+    url: str | None = None
+    #: Redis: seconds until an unacked message is delivered again; workers renew it.
+    visibility_timeout_s: int = 60
+    #: RabbitMQ: seconds between heartbeats.
+    heartbeat_s: int = 30
+    #: RabbitMQ: milliseconds a consumer may hold a delivery.
+    consumer_timeout_ms: int = 24 * 3600 * 1000
+    #: RabbitMQ: deliveries before a message is dead-lettered (attempts are counted in the ledger, not here).
+    delivery_limit: int = 50
+
+
+class State(msgspec.Struct, **Strict):  # type: ignore[misc]
+    """Live state (leases, workers). A Redis; None: the broker's own, when that is Redis."""
+
+    url: str | None = None
+
+
+class StoreSettings(msgspec.Struct, **Strict):  # type: ignore[misc]
+    """Where batches live: a folder or an fsspec URL; `wal_dir` is a local folder for the ledger."""
+
+    url: str | None = None
+    wal_dir: str | None = None
+    #: Bytes of one request line, at most.
+    max_request_bytes: int = 8 << 20
+
+
+class Security(msgspec.Struct, **Strict):  # type: ignore[misc]
+    """Message keys, one a direction: 64 hex digits each, kept out of the file (use `…_FILE`)."""
+
+    key_id: str = "k1"
+    dispatch_key: str | None = None
+    results_key: str | None = None
+    #: Keys still accepted while they are being replaced: key id → 64 hex digits.
+    old_dispatch_keys: dict[str, str] = {}
+    old_results_keys: dict[str, str] = {}
+
+
+class Telemetry(msgspec.Struct, **Strict):  # type: ignore[misc]
+    """Logs and metrics."""
+
+    log_level: str = "info"
+    #: `console` or `json`.
+    log_format: str = "console"
+    #: Port of the Prometheus endpoint on loopback; 0: none.
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+
+
+class Settings(msgspec.Struct, **Strict):  # type: ignore[misc]
+    """All sections; every one may be left out."""
+
+    inference: Inference = msgspec.field(default_factory=Inference)
+    cache: Cache = msgspec.field(default_factory=Cache)
+    scheduler: Scheduler = msgspec.field(default_factory=Scheduler)
+    broker: Broker = msgspec.field(default_factory=Broker)
+    state: State = msgspec.field(default_factory=State)
+    store: StoreSettings = msgspec.field(default_factory=StoreSettings)
+    security: Security = msgspec.field(default_factory=Security)
+    telemetry: Telemetry = msgspec.field(default_factory=Telemetry)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "inference.engine": ("vllm", "echo"),
+    "cache.mode": ("off", "read", "write", "on"),
+    "telemetry.log_format": ("console", "json"),
+    "telemetry.log_level": ("debug", "info", "warning", "error"),
+}
+#: Keys that must be at least this; the zero ones may be off.
+_AT_LEAST: dict[str, float] = {
+    "inference.chunks_in_flight": 2,
+    "inference.batch_size": 1,
+    "inference.max_seq_len": 1,
+    "inference.max_output_tokens": 1,
+    "inference.request_timeout_s": 0.001,
+    "inference.drain_s": 0,
+    "scheduler.queue_size": 1,
+    "scheduler.chunk_requests": 1,
+    "scheduler.chunk_bytes": 1024,
+    "scheduler.timeout_ms": 0,
+    "scheduler.retry_times": 0,
+    "scheduler.lease_s": 0.5,
+    "scheduler.unclaimed_s": 0.5,
+    "scheduler.shards": 1,
+    "scheduler.takeover_s": 0.5,
+    "broker.visibility_timeout_s": 2,
+    "broker.heartbeat_s": 1,
+    "cache.capacity_gb": 0.001,
+    "store.max_request_bytes": 1024,
+}
+
+
+def default_config_path(env: Mapping[str, str] = os.environ) -> Path | None:
+    """`$BATCHMILL_CONFIG`, else `config/fleet.yaml` below the working folder if it is there, else None."""
+    named = env.get("BATCHMILL_CONFIG")
+    if named:
+        return Path(named)
+    here = Path("config/fleet.yaml")
+    return here if here.exists() else None
+
+
+def load(path: Path | None = None, env: Mapping[str, str] = os.environ) -> Settings:
+    """The settings out of `path` (default: `default_config_path`) and `env`; `UsageError` names file and key."""
+    path = path or default_config_path(env)
+    raw: dict[str, Any] = {}
+    where = "environment"
+    if path is not None:
+        where = str(path)
+        raw = read_yaml(path)
+    settings = _convert(raw, where)
+    merged, sources = _override(raw, env)
+    if sources:
+        settings = _convert(merged, "environment", sources)
+    _check(settings, where, sources)
+    return settings
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping from a file; `UsageError` when it is missing, not YAML or not a mapping."""
+    try:
+        raw = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as exc:
+        raise UsageError(f"{path}: cannot be read: {exc.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not UTF-8 text") from None
+    except yaml.YAMLError as exc:
+        mark = getattr(exc, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise UsageError(f"{path}{line}: is not valid YAML: {getattr(exc, 'problem', None) or exc}") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path}: must hold a mapping of sections, not {type(raw).__name__}")
+    return raw
+
+
+def _convert(raw: dict[str, Any], where: str, sources: Mapping[str, str] | None = None) -> Settings:
+    # A section that is present and empty (`cache:`) means its defaults.
+    cleaned = {k: ({} if v is None else v) for k, v in raw.items()}
+    try:
+        return msgspec.convert(cleaned, Settings)
+    except msgspec.ValidationError as exc:
+        raise UsageError(plain_error(str(exc), where, sources or {})) from None
+
+
+def plain_error(text: str, where: str, sources: Mapping[str, str]) -> str:
+    """`Expected `int`, got `str` - at `$.scheduler.queue_size`` as `fleet.yaml: scheduler.queue_size: …`."""
+    what, _, at = text.partition(" - at `$")
+    key = at.rstrip("`").lstrip(".")
+    name = sources.get(key)
+    place = f"{name} ({key})" if name else f"{where}: {key}" if key else where
+    if what.startswith("Object contains unknown field"):
+        field = what.split("`")[1]
+        return f"{where}: unknown key '{key + '.' if key else ''}{field}'; docs/settings.md lists the keys"
+    return f"{place}: {what[0].lower()}{what[1:].replace('`', '')}"
+
+
+def _override(raw: dict[str, Any], env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    merged = {k: dict(v) if isinstance(v, dict) else v for k, v in raw.items()}
+    sources: dict[str, str] = {}
+    for section in msgspec.structs.fields(Settings):
+        for field in msgspec.structs.fields(section.type):
+            name = f"BATCHMILL_{section.encode_name}_{field.encode_name}".upper()
+            value = env.get(name)
+            file = env.get(f"{name}_FILE")
+            if value is None and file:
+                name = f"{name}_FILE"
+                try:
+                    value = Path(file).read_text("utf-8").strip()
+                except (OSError, UnicodeDecodeError) as exc:
+                    raise UsageError(f"{name}: cannot read {file}: {getattr(exc, 'strerror', 'not UTF-8')}") from None
+            if value is None:
+                continue
+            target = merged.get(section.encode_name)
+            if not isinstance(target, dict):
+                target = merged[section.encode_name] = {}
+            key = f"{section.encode_name}.{field.encode_name}"
+            target[field.encode_name] = _parse(value, field.type, name)
+            sources[key] = name
+    return merged, sources
+
+
+def _parse(value: str, kind: Any, name: str) -> Any:
+    """An environment string as the field's type: lists may be `0,1`, the rest is a YAML scalar, strings are verbatim."""
+    options = getattr(kind, "__args__", (kind,))
+    if value == "" and type(None) in options:
+        return None
+    if str in options:
+        return value
+    if getattr(kind, "__origin__", None) is list and not value.lstrip().startswith("["):
+        value = f"[{value}]"
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise UsageError(f"{name}: cannot be read as a value") from None
+
+
+def _check(settings: Settings, where: str, sources: Mapping[str, str]) -> None:
+    def place(key: str) -> str:
+        return sources.get(key) or f"{where}: {key}"
+
+    def value(key: str) -> Any:
+        section, _, field = key.partition(".")
+        return getattr(getattr(settings, section), field)
+
+    for key, allowed in _CHOICES.items():
+        if value(key) not in allowed:
+            raise UsageError(f"{place(key)}: '{value(key)}' is not one of {', '.join(allowed)}")
+    for key, least in _AT_LEAST.items():
+        given = value(key)
+        if given is not None and given < least:
+            raise UsageError(f"{place(key)}: {given} is too small, at least {least:g} is needed")
+    used = settings.inference.gpu_memory_utilization
+    if used is not None and not 0 < used <= 1:
+        raise UsageError(f"{place('inference.gpu_memory_utilization')}: {used} is not between 0 and 1")
+    for key in ("security.dispatch_key", "security.results_key"):
+        text = value(key)
+        if text is not None and not is_key(text):
+            raise UsageError(f"{place(key)}: must be 64 hex digits (make one: openssl rand -hex 32)")
+    for key in ("security.old_dispatch_keys", "security.old_results_keys"):
+        for name, text in value(key).items():
+            if not is_key(text):
+                raise UsageError(f"{place(key)}: key '{name}' must be 64 hex digits")
+
+
+def is_key(text: str) -> bool:
+    """True for 64 hex digits."""
+    try:
+        return len(bytes.fromhex(text)) == 32
+    except ValueError:
+        return False

@@ -1,0 +1,154 @@
+"""A batch as the store holds it: what intake wrote (`Batch`, immutable), what the coordinator says (`Status`).
+
+Layout below `batches/<id>/`:
+
+- `batch.json`: `Batch`; on an object store written last, so a batch without it does not exist.
+- `rows`: the MessagePack `Row`s in planned order, one after the other.
+- `plan`: one fixed-width `PLAN_DTYPE` record a position: where its row starts, how long it is, its index, its cost.
+- `invalid`, `invalid.idx`: with `--skip-invalid`, ready-made error lines, and one `INVALID_DTYPE` record each.
+- `status.json`: `Status`, written by the coordinator alone.
+- `output.jsonl`, `errors.jsonl`, `summary.json`: the outputs.
+
+Besides: `active/<shard>/<id>` (empty; present while there is work), `control/<id>/<ulid>.json` (`Command`),
+`coordinator/<shard>.json` (`Heartbeat`), `epochs/<shard>/<n>`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from common.errors import UsageError
+from common.ids import is_batch_id
+from common.messages import Usage
+from common.store import Store
+
+PLAN_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("index", "<u4"), ("cost", "<u4"), ("spare", "<u4")])
+INVALID_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("index", "<u4")])
+
+
+class Input(msgspec.Struct, frozen=True):
+    """Where the batch came from: a name for people, bytes as read (before decompression), blake3 of them."""
+
+    name: str
+    bytes: int
+    digest: str
+
+
+class Window(msgspec.Struct, array_like=True, frozen=True):
+    """A stretch that was planned as a whole.
+
+    Positions `[pos_start, pos_end)` hold exactly the valid rows of indexes `[index_start, index_end)`: order is changed
+    only inside a window, so every step that needs both orders works on one window at a time.
+    """
+
+    pos_start: int
+    pos_end: int
+    index_start: int
+    index_end: int
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """What was submitted."""
+
+    id: str
+    model: str
+    created_at: float
+    shard: int
+    input: Input
+    #: All requests, the invalid ones included (indexes run from 0 to this).
+    requests: int
+    #: Requests to answer (positions run from 0 to this).
+    planned: int
+    #: Requests that are error results from the start (`--skip-invalid`).
+    invalid: int
+    #: Estimated cost of all planned requests, in tokens.
+    cost: int
+    windows: list[Window]
+    name: str | None = None
+    metadata: dict[str, str] = {}
+    timeout_s: float = 600.0
+    cache: str = "off"
+    #: Same key, same batch: a repeated submit returns the first one's id.
+    idempotency_key: str | None = None
+
+
+#: Statuses after which nothing changes any more.
+FINAL = frozenset({"completed", "failed", "cancelled", "expired"})
+
+
+class Counts(msgspec.Struct):
+    """OpenAI's request_counts."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """Where a batch stands (`status` is one of the OpenAI Batch API's, plus `queued`)."""
+
+    id: str
+    status: str = "queued"
+    #: Shown beside the status: `no_workers`, `no_coordinator`, `disk_full`, … None: all is well.
+    reason: str | None = None
+    model: str = ""
+    name: str | None = None
+    request_counts: Counts = msgspec.field(default_factory=Counts)
+    #: Sent to workers and not answered yet.
+    in_flight: int = 0
+    #: Rows sent more than once (retries and losses).
+    resent: int = 0
+    usage: Usage = msgspec.field(default_factory=Usage)
+    created_at: float = 0.0
+    started_at: float | None = None
+    finished_at: float | None = None
+    updated_at: float = 0.0
+
+
+class Command(msgspec.Struct, kw_only=True, frozen=True):
+    """What a person asks the coordinator to do with a batch. `command`: `cancel`."""
+
+    command: str
+    at: float
+    by: str = ""
+
+
+class Heartbeat(msgspec.Struct, kw_only=True, frozen=True):
+    """The active coordinator of a shard."""
+
+    epoch: int
+    host: str
+    pid: int
+    at: float
+
+
+def folder(batch_id: str) -> str:
+    """The batch's folder in the store; `UsageError` for what is no batch id."""
+    if not is_batch_id(batch_id):
+        raise UsageError(f"'{batch_id}' is not a batch id (batch_…); `producers list` shows them")
+    return f"batches/{batch_id}"
+
+
+def read_batch(store: Store, batch_id: str) -> Batch:
+    """The batch; `UsageError` when there is none."""
+    try:
+        raw = store.read(f"{folder(batch_id)}/batch.json")
+    except FileNotFoundError:
+        raise UsageError(f"no batch {batch_id} in {store.url}; `producers list` shows what is there") from None
+    return msgspec.json.decode(raw, type=Batch)
+
+
+def read_status(store: Store, batch: Batch) -> Status:
+    """The batch's status; `queued` until the coordinator has taken it up."""
+    try:
+        return msgspec.json.decode(store.read(f"{folder(batch.id)}/status.json"), type=Status)
+    except FileNotFoundError:
+        return Status(
+            id=batch.id,
+            model=batch.model,
+            name=batch.name,
+            request_counts=Counts(total=batch.requests, failed=batch.invalid),
+            created_at=batch.created_at,
+            updated_at=batch.created_at,
+        )
