@@ -22,9 +22,7 @@ class Marks(msgspec.Struct, frozen=True, omit_defaults=True):
 _encode = msgspec.json.encode
 
 
-def answer_line(
-    batch_id: str, index: int, custom_id: bytes, status: int, body: bytes, marks: bytes
-) -> bytes:
+def answer_line(batch_id: str, index: int, custom_id: bytes, status: int, body: bytes, marks: bytes) -> bytes:
     """The line of a request that got an HTTP answer, of whatever status.
 
     `custom_id` is a JSON string literal, `body` a JSON document without a raw newline, `marks` an encoded `Marks`.
@@ -38,9 +36,12 @@ def answer_line(
 
 def error_line(batch_id: str, index: int, custom_id: bytes, code: str, message: str, marks: bytes) -> bytes:
     """The line of a request that never got an answer: `response` is null, `error` has a code and a reason."""
-    return (
-        b'{"id":"%b","custom_id":%b,"response":null,"error":{"code":%b,"message":%b},"batchmill":%b}\n'
-        % (result_id(batch_id, index).encode(), custom_id, _encode(code), _encode(message), marks)
+    return b'{"id":"%b","custom_id":%b,"response":null,"error":{"code":%b,"message":%b},"batchmill":%b}\n' % (
+        result_id(batch_id, index).encode(),
+        custom_id,
+        _encode(code),
+        _encode(message),
+        marks,
     )
 
 

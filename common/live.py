@@ -41,7 +41,9 @@ def state_url(settings: Settings) -> str:
     """The Redis of the live state; `UsageError` when neither `state.url` nor a Redis broker is set."""
     url = settings.state.url or settings.broker.url or ""
     if not url.startswith(("redis", "unix")):
-        raise UsageError("state.url is not set: with RabbitMQ as broker, live state needs a Redis (BATCHMILL_STATE_URL)")
+        raise UsageError(
+            "state.url is not set: with RabbitMQ as broker, live state needs a Redis (BATCHMILL_STATE_URL)"
+        )
     # kombu spells a socket `redis+socket://`, redis-py `unix://`; the database is `virtual_host` there and `db` here.
     return url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")
 

@@ -51,7 +51,11 @@ class Registry:
     """Model versions by name. Immutable."""
 
     def __init__(
-        self, models: Mapping[str, ModelVersion], current: Mapping[str, str], default: str | None, where: str = "models.yaml"
+        self,
+        models: Mapping[str, ModelVersion],
+        current: Mapping[str, str],
+        default: str | None,
+        where: str = "models.yaml",
     ) -> None:
         self._models = dict(models)
         self._current = dict(current)

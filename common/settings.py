@@ -19,7 +19,7 @@ from common.errors import UsageError
 Strict = {"forbid_unknown_fields": True, "frozen": True, "kw_only": True}
 
 
-class Inference(msgspec.Struct, **Strict):  # type: ignore[misc]
+class Inference(msgspec.Struct, **Strict):
     """The engine of a worker. A model's entry in models.yaml overrides these for that model."""
 
     #: `vllm`, or `echo` (no model: for measuring and testing all that surrounds the engine).
@@ -47,7 +47,7 @@ class Inference(msgspec.Struct, **Strict):  # type: ignore[misc]
     models_dir: str | None = None
 
 
-class Cache(msgspec.Struct, **Strict):  # type: ignore[misc]
+class Cache(msgspec.Struct, **Strict):
     """The result cache."""
 
     mode: str = "off"
@@ -57,7 +57,7 @@ class Cache(msgspec.Struct, **Strict):  # type: ignore[misc]
     ttl_s: int | None = None
 
 
-class Scheduler(msgspec.Struct, **Strict):  # type: ignore[misc]
+class Scheduler(msgspec.Struct, **Strict):
     """Dispatch, retries and leases."""
 
     #: Requests dispatched and not yet logged, per model version (the window).
@@ -80,7 +80,7 @@ class Scheduler(msgspec.Struct, **Strict):  # type: ignore[misc]
     takeover_s: float = 10.0
 
 
-class Broker(msgspec.Struct, **Strict):  # type: ignore[misc]
+class Broker(msgspec.Struct, **Strict):
     """Where queues live: `redis://…`, `redis+socket://…` or `amqp://…`. None: the embedded fleet."""
 
     url: str | None = None
@@ -94,13 +94,13 @@ class Broker(msgspec.Struct, **Strict):  # type: ignore[misc]
     delivery_limit: int = 50
 
 
-class State(msgspec.Struct, **Strict):  # type: ignore[misc]
+class State(msgspec.Struct, **Strict):
     """Live state (leases, workers). A Redis; None: the broker's own, when that is Redis."""
 
     url: str | None = None
 
 
-class StoreSettings(msgspec.Struct, **Strict):  # type: ignore[misc]
+class StoreSettings(msgspec.Struct, **Strict):
     """Where batches live: a folder or an fsspec URL; `wal_dir` is a local folder for the ledger."""
 
     url: str | None = None
@@ -109,7 +109,7 @@ class StoreSettings(msgspec.Struct, **Strict):  # type: ignore[misc]
     max_request_bytes: int = 8 << 20
 
 
-class Security(msgspec.Struct, **Strict):  # type: ignore[misc]
+class Security(msgspec.Struct, **Strict):
     """Message keys, one a direction: 64 hex digits each, kept out of the file (use `…_FILE`)."""
 
     key_id: str = "k1"
@@ -120,7 +120,7 @@ class Security(msgspec.Struct, **Strict):  # type: ignore[misc]
     old_results_keys: dict[str, str] = {}
 
 
-class Telemetry(msgspec.Struct, **Strict):  # type: ignore[misc]
+class Telemetry(msgspec.Struct, **Strict):
     """Logs and metrics."""
 
     log_level: str = "info"
@@ -131,7 +131,7 @@ class Telemetry(msgspec.Struct, **Strict):  # type: ignore[misc]
     metrics_host: str = "127.0.0.1"
 
 
-class Settings(msgspec.Struct, **Strict):  # type: ignore[misc]
+class Settings(msgspec.Struct, **Strict):
     """All sections; every one may be left out."""
 
     inference: Inference = msgspec.field(default_factory=Inference)
