@@ -91,7 +91,8 @@ class Registry:
                 return found[0]
             if found:
                 raise UsageError(
-                    f"{self.where}: '{name}' has versions {', '.join(sorted(found))} and no entry under 'current'; name one"
+                    f"{self.where}: '{name}' has versions {', '.join(sorted(found))} and no entry under 'current'; "
+                    "name one"
                 )
         raise UsageError(self._unknown(name))
 

@@ -231,7 +231,7 @@ def plain_error(text: str, where: str, sources: Mapping[str, str]) -> str:
     """`Expected `int`, got `str` - at `$.scheduler.queue_size`` as `fleet.yaml: scheduler.queue_size: …`."""
     what, _, at = text.partition(" - at `$")
     key = at.rstrip("`").lstrip(".")
-    name = sources.get(key)
+    name = next((v for k, v in sources.items() if key == k or key.startswith((f"{k}[", f"{k}."))), None)
     place = f"{name} ({key})" if name else f"{where}: {key}" if key else where
     if what.startswith("Object contains unknown field"):
         field = what.split("`")[1]
@@ -265,7 +265,7 @@ def _override(raw: dict[str, Any], env: Mapping[str, str]) -> tuple[dict[str, An
 
 
 def _parse(value: str, kind: Any, name: str) -> Any:
-    """An environment string as the field's type: lists may be `0,1`, the rest is a YAML scalar, strings are verbatim."""
+    """An environment string as the field's type: lists may be `0,1`, strings are verbatim, the rest is YAML."""
     options = getattr(kind, "__args__", (kind,))
     if value == "" and type(None) in options:
         return None

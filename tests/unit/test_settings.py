@@ -1,0 +1,151 @@
+"""Settings and registry: every mistake is one line that names the place and the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common import registry, settings
+from common.errors import UsageError
+
+
+def write(tmp_path: Path, text: str, name: str = "fleet.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    assert settings.load(write(tmp_path, ""), env={}) == settings.Settings()
+
+
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    assert settings.load(write(tmp_path, "cache:\n"), env={}).cache == settings.Cache()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("foo: 1", ["fleet.yaml", "unknown key 'foo'"]),
+        ("scheduler: {quue_size: 1}", ["fleet.yaml", "unknown key 'scheduler.quue_size'"]),
+        ("scheduler: {queue_size: many}", ["fleet.yaml", "scheduler.queue_size", "expected int", "str"]),
+        ("scheduler: {queue_size: 0}", ["scheduler.queue_size", "too small"]),
+        ("inference: {chunks_in_flight: 1}", ["inference.chunks_in_flight", "too small"]),
+        ("inference: {device_ids: [a]}", ["inference.device_ids[0]", "expected int"]),
+        ("inference: {engine: gpt}", ["inference.engine", "vllm, echo"]),
+        ("inference: {gpu_memory_utilization: 1.5}", ["inference.gpu_memory_utilization", "between 0 and 1"]),
+        ("security: {dispatch_key: abc}", ["security.dispatch_key", "64 hex digits"]),
+        ("security: {old_results_keys: {k0: abc}}", ["security.old_results_keys", "k0"]),
+        ("cache: [", ["fleet.yaml:1", "not valid YAML"]),
+        ("[1]", ["mapping of sections"]),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        settings.load(write(tmp_path, text), env={})
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        settings.load(tmp_path / "none.yaml", env={})
+
+
+def test_environment_beats_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "scheduler: {queue_size: 5}\nbroker: {url: redis://a}")
+    env = {
+        "BATCHMILL_SCHEDULER_QUEUE_SIZE": "7",
+        "BATCHMILL_INFERENCE_DEVICE_IDS": "0,1",
+        "BATCHMILL_BROKER_URL": "",
+        "BATCHMILL_INFERENCE_GPU_MEMORY_UTILIZATION": "0.5",
+    }
+    loaded = settings.load(path, env=env)
+    assert loaded.scheduler.queue_size == 7
+    assert loaded.inference.device_ids == [0, 1]
+    assert loaded.broker.url is None
+    assert loaded.inference.gpu_memory_utilization == 0.5
+
+
+def test_a_secret_comes_from_a_file(tmp_path: Path) -> None:
+    secret = write(tmp_path, "ab" * 32 + "\n", "secret")
+    loaded = settings.load(write(tmp_path, ""), env={"BATCHMILL_SECURITY_DISPATCH_KEY_FILE": str(secret)})
+    assert loaded.security.dispatch_key == "ab" * 32
+
+
+def test_a_mistake_in_the_environment_names_the_variable(tmp_path: Path) -> None:
+    for name, value in (("SCHEDULER_QUEUE_SIZE", "many"), ("SCHEDULER_QUEUE_SIZE", "0"), ("INFERENCE_ENGINE", "x")):
+        with pytest.raises(UsageError, match=f"BATCHMILL_{name}"):
+            settings.load(write(tmp_path, ""), env={f"BATCHMILL_{name}": value})
+    with pytest.raises(UsageError, match="BATCHMILL_BROKER_URL_FILE: cannot read"):
+        settings.load(write(tmp_path, ""), env={"BATCHMILL_BROKER_URL_FILE": str(tmp_path / "none")})
+
+
+def test_every_key_can_be_set_by_environment() -> None:
+    """The variable of each key is found, and a value of the wrong type is refused by that variable's name."""
+    for section in msgspec.structs.fields(settings.Settings):
+        for field in msgspec.structs.fields(section.type):
+            name = f"BATCHMILL_{section.encode_name}_{field.encode_name}".upper()
+            if str in getattr(field.type, "__args__", (field.type,)) and field.type not in (dict[str, str],):
+                loaded = settings.load(None, env={name: "vllm" if name.endswith("ENGINE") else _text(name)})
+                assert getattr(getattr(loaded, section.encode_name), field.encode_name) is not None
+            else:
+                with pytest.raises(UsageError, match=name):
+                    settings.load(None, env={name: "{a: [wrong]}"})
+
+
+def _text(name: str) -> str:
+    choices = {"CACHE_MODE": "on", "TELEMETRY_LOG_LEVEL": "info", "TELEMETRY_LOG_FORMAT": "json"}
+    if name.endswith(("DISPATCH_KEY", "RESULTS_KEY")):
+        return "ab" * 32
+    return choices.get(name.removeprefix("BATCHMILL_"), "text")
+
+
+MODELS = """
+default: tiny
+current: {tiny: "2"}
+models:
+  tiny@1: {source: /models/tiny-1}
+  tiny@2: {source: /models/tiny-2, engine: {max_num_seqs: 8}}
+  other@a: {source: "hf:org/other@abc"}
+"""
+
+
+def test_the_registry_resolves_names(tmp_path: Path) -> None:
+    models = registry.load(write(tmp_path, MODELS, "models.yaml"))
+    assert models.resolve(None) == "tiny@2"
+    assert models.resolve("tiny") == "tiny@2"
+    assert models.resolve("tiny@1") == "tiny@1"
+    assert models.resolve("other") == "other@a"
+    assert models.get("tiny@2").engine == {"max_num_seqs": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models: {Tiny@1: {source: /x}}", ["'Tiny@1'", "name@version"]),
+        ("models: {tiny: {source: /x}}", ["'tiny'", "name@version"]),
+        ("models: {tiny@1: {}}", ["models", "source"]),
+        ("models: {tiny@1: {source: /x, sorce: 1}}", ["unknown key", "sorce"]),
+        ("models: {tiny@1: {source: /x}}\ncurrent: {tiny: '3'}", ["current.tiny", "tiny@3"]),
+        ("models: {tiny@1: {source: /x}}\ndefault: big", ["unknown model 'big'", "tiny@1"]),
+    ],
+)
+def test_a_mistake_in_the_registry_is_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        registry.load(write(tmp_path, text, "models.yaml"))
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_bare_name_with_several_versions_needs_a_current_one(tmp_path: Path) -> None:
+    models = registry.load(write(tmp_path, "models: {a@1: {source: /x}, a@2: {source: /y}}", "models.yaml"))
+    with pytest.raises(UsageError, match="a@1, a@2"):
+        models.resolve("a")
+    with pytest.raises(UsageError, match="no model named"):
+        models.resolve(None)
