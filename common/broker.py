@@ -17,6 +17,9 @@ from common.errors import Unreachable, UsageError
 from common.messages import QUEUE_DEAD, QUEUE_INTAKE
 from common.settings import Settings
 
+#: Seconds to wait for the broker's confirm; a broker that blocks publishers (memory, disk) answers late.
+CONFIRM_TIMEOUT_S = 30
+
 DEFAULT_EXCHANGE = Exchange("", type="direct")
 
 
@@ -150,6 +153,10 @@ class Publisher:
                 serializer=serializer_name,
                 headers=headers or {},
                 delivery_mode=2,
+                # RabbitMQ: a queue that is gone (a wiped broker) makes the publish fail; otherwise the message would
+                # be confirmed and dropped.
+                mandatory=True,
+                confirm_timeout=CONFIRM_TIMEOUT_S,
                 **properties,
             )
         except BaseException:
