@@ -1,0 +1,103 @@
+"""`workers models pull|verify|list`: the model files of this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from common import registry as registries
+from common import settings as setting_files
+from common.errors import BatchmillError, UsageError
+from common.registry import Registry
+from common.settings import Settings
+from workers.models import digest as digests
+from workers.models.pull import pull as pull_model
+from workers.models.source import model_folder, record_file
+from workers.models.verify import present, verify
+
+app = typer.Typer(help="Model files: pull, verify, list.", no_args_is_help=True, add_completion=False)
+
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="name or name@version")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON on stdout")]
+
+
+@app.command()
+def pull(model: Model = None, json: AsJson = False) -> None:
+    """Bring a model to this machine (default: the default model). A second run downloads nothing."""
+    settings, registry = setting_files.load(), registries.load()
+    name = registry.resolve(model or settings.inference.default_model)
+    done = pull_model(name, registry.get(name), settings, _say)
+    if json:
+        _print_json({"model": name, "folder": str(done.folder), "digest": done.digest, "new": done.new})
+    elif not done.new:
+        typer.echo(f"{name}: already here, {done.folder}")
+
+
+@app.command("verify")
+def verify_models(model: Model = None, json: AsJson = False) -> None:
+    """Read every file and compare with the digest (default: all models that are on this machine)."""
+    settings, registry = setting_files.load(), registries.load()
+    names = [registry.resolve(model)] if model else [n for n in registry.versions if _is_here(registry, n, settings)]
+    results: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for name in names:
+        try:
+            found = verify(name, registry.get(name), settings)
+        except BatchmillError as exc:
+            failed.append(str(exc))
+            results.append({"model": name, "ok": False, "problem": str(exc)})
+        else:
+            results.append({"model": name, "ok": True, "folder": str(found.folder), "digest": found.digest})
+            if not json:
+                typer.echo(f"{name}: {found.digest}, {found.folder}")
+    if json:
+        _print_json(results)
+        if failed:
+            raise typer.Exit(UsageError.exit_code)
+    elif failed:
+        raise UsageError("\n".join(failed))
+    elif not names:
+        typer.echo("no model is on this machine; `workers models pull` brings the default one")
+
+
+@app.command("list")
+def list_models(json: AsJson = False) -> None:
+    """Show the models of models.yaml and which of them are on this machine."""
+    settings, registry = setting_files.load(), registries.load()
+    rows: list[dict[str, Any]] = []
+    for name, entry in sorted(registry.versions.items()):
+        here = _is_here(registry, name, settings)
+        record = digests.read_record(record_file(name, settings)) if here else None
+        rows.append(
+            {
+                "model": name,
+                "source": entry.source,
+                "here": here,
+                "folder": str(model_folder(name, entry, settings)),
+                "digest": entry.digest or (record.digest if record else None),
+            }
+        )
+    if json:
+        _print_json(rows)
+        return
+    width = max((len(row["model"]) for row in rows), default=0)
+    for row in rows:
+        typer.echo(f"{row['model']:<{width}}  {'here' if row['here'] else '-':<4}  {row['source']}")
+
+
+def _is_here(registry: Registry, name: str, settings: Settings) -> bool:
+    try:
+        present(name, registry.get(name), settings)
+    except UsageError:
+        return False
+    return True
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(msgspec.json.encode(value))
