@@ -36,4 +36,4 @@ def configure(telemetry: Telemetry, role: str) -> None:
 
 def get(name: str) -> Any:
     """A logger with its module's name bound."""
-    return structlog.get_logger(logger=name)
+    return structlog.get_logger(module=name)
