@@ -30,6 +30,10 @@ class Unreachable(BatchmillError):
     exit_code = 3
 
 
+class StoreFull(Unreachable):
+    """The store's disk or quota is full; what was being written is not there."""
+
+
 class BadMessage(Exception):
     """A queue message that failed verification or its schema; `reason` is safe to log (no payload in it)."""
 

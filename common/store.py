@@ -6,14 +6,17 @@ Paths are relative, `/`-separated. Files are 0600 and folders 0700 on a local di
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import io
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
-from common.errors import Unreachable, UsageError
+from common.errors import StoreFull, Unreachable, UsageError
 
 
 class Store(Protocol):
@@ -72,15 +75,15 @@ def open_store(url: str) -> Store:
 
 
 class LocalStore:
-    """A folder on a POSIX disk."""
+    """A folder on a POSIX disk. Whatever returned is durable: files and the names of files are synced."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self.url = str(self.root)
-        try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as exc:
-            raise Unreachable(f"store {self.root}: cannot be opened: {exc.strerror}") from None
+        with self.errors("cannot be opened"):
+            _make_folders(self.root)
+            if not self.root.is_dir():
+                raise Unreachable(f"store {self.root}: is not a folder")
 
     def local_path(self, path: str) -> Path:
         """Where a path lies on the disk."""
@@ -90,28 +93,32 @@ class LocalStore:
         return self.root.joinpath(*parts)
 
     def read(self, path: str) -> bytes:
-        return self.local_path(path).read_bytes()
+        with self.errors(f"{path}: cannot be read"):
+            return self.local_path(path).read_bytes()
 
     def read_range(self, path: str, start: int, length: int) -> bytes:
-        fd = os.open(self.local_path(path), os.O_RDONLY)
-        try:
-            parts = []
-            while length > 0:
-                part = os.pread(fd, length, start)
-                if not part:
-                    break
-                parts.append(part)
-                start += len(part)
-                length -= len(part)
-            return b"".join(parts)
-        finally:
-            os.close(fd)
+        with self.errors(f"{path}: cannot be read"):
+            fd = os.open(self.local_path(path), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                parts = []
+                while length > 0:
+                    part = os.pread(fd, length, start)
+                    if not part:
+                        break
+                    parts.append(part)
+                    start += len(part)
+                    length -= len(part)
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+            finally:
+                os.close(fd)
 
     def size(self, path: str) -> int:
-        return self.local_path(path).stat().st_size
+        with self.errors(f"{path}: cannot be read"):
+            return self.local_path(path).stat().st_size
 
     def exists(self, path: str) -> bool:
-        return self.local_path(path).exists()
+        with self.errors(f"{path}: cannot be read"):
+            return self.local_path(path).exists()
 
     def put_atomic(self, path: str, data: bytes) -> None:
         with self.open_write(path) as file:
@@ -119,66 +126,169 @@ class LocalStore:
 
     def create_exclusive(self, path: str, data: bytes) -> bool:
         target = self.local_path(path)
-        temporary = self._temporary(target)
-        try:
-            with open(temporary, "xb", opener=_private) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            # link() is the one POSIX call that creates a name with its content and fails when the name is taken.
-            os.link(temporary, target)
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(target.parent)
+        with self.errors(f"{path}: cannot be written"):
+            temporary = self._temporary(target)
+            try:
+                with open(temporary, "xb", opener=_private) as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                # link() is the one POSIX call that creates a name with its content and fails when the name is taken.
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_folder(target.parent)
         return True
 
     def list(self, path: str) -> list[str]:
-        try:
-            names = os.listdir(self.local_path(path) if path else self.root)
-        except FileNotFoundError:
-            return []
-        return sorted(n for n in names if not n.startswith(".tmp-"))
+        with self.errors(f"{path}: cannot be read"):
+            try:
+                names = os.listdir(self.local_path(path) if path else self.root)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted(n for n in names if not n.startswith(_TEMPORARY))
 
     def delete(self, path: str) -> None:
         target = self.local_path(path)
-        if target.is_dir():
-            shutil.rmtree(target, ignore_errors=True)
-        else:
-            target.unlink(missing_ok=True)
+        with self.errors(f"{path}: cannot be removed"):
+            if target.is_dir():
+                shutil.rmtree(target, onerror=_unless_gone)
+            else:
+                target.unlink(missing_ok=True)
 
     def open_read(self, path: str) -> BinaryIO:
-        return open(self.local_path(path), "rb")
+        with self.errors(f"{path}: cannot be read"):
+            return open(self.local_path(path), "rb")
 
     @contextlib.contextmanager
     def open_write(self, path: str) -> Iterator[BinaryIO]:
         target = self.local_path(path)
-        temporary = self._temporary(target)
+        what = f"{path}: cannot be written"
+        with self.errors(what):
+            temporary = self._temporary(target)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with open(temporary, "xb", buffering=1 << 18, opener=_private) as file:
-                yield file
+            # Only the file's own errors are the store's: the block may do other things that fail.
+            with io.BufferedWriter(_Raw(fd, self, what), 1 << 18) as file:
+                yield cast(BinaryIO, file)
                 file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
+                with self.errors(what):
+                    os.fsync(fd)
+            with self.errors(what):
+                temporary.replace(target)
+                sync_folder(target.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        sync_folder(target.parent)
+
+    def move(self, path: str, to: str) -> None:
+        """Rename a file or folder, whole and durable; does nothing when it is gone or `to` is there already."""
+        source, target = self.local_path(path), self.local_path(to)
+        with self.errors(f"{to}: cannot be written"):
+            _make_folders(target.parent)
+            try:
+                source.rename(target)
+            except FileNotFoundError:
+                return
+            except OSError as exc:
+                if exc.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
+                    return
+                raise
+            sync_folder(target.parent)
+            sync_folder(source.parent)
+
+    def create_locked(self, path: str) -> int:
+        """Create a file held with an exclusive flock from its first moment; the lock ends with the descriptor."""
+        target = self.local_path(path)
+        with self.errors(f"{path}: cannot be written"):
+            temporary = self._temporary(target)
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                temporary.replace(target)
+            except BaseException:
+                os.close(fd)
+                temporary.unlink(missing_ok=True)
+                raise
+            return fd
+
+    def try_lock(self, path: str) -> int | None:
+        """A descriptor that holds a file's flock; None when another has it, or when the file is gone."""
+        with self.errors(f"{path}: cannot be locked"):
+            try:
+                fd = os.open(self.local_path(path), os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
 
     def _temporary(self, target: Path) -> Path:
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return target.parent / f".tmp-{uuid.uuid4().hex}"
+        _make_folders(target.parent)
+        return target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+
+    @contextlib.contextmanager
+    def errors(self, what: str) -> Iterator[None]:
+        """Errors of the disk as one line; a missing file stays `FileNotFoundError`, which callers expect."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as exc:
+            if exc.errno in _FULL:
+                raise StoreFull(f"store {self.root}: {what}: {os.strerror(exc.errno)}; free some space") from None
+            raise Unreachable(f"store {self.root}: {what}: {exc.strerror or exc}") from None
+
+
+_TEMPORARY = ".tmp-"
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class _Raw(io.FileIO):
+    """An open file whose write errors are the store's errors."""
+
+    def __init__(self, fd: int, store: LocalStore, what: str) -> None:
+        super().__init__(fd, "wb")
+        self._store = store
+        self._what = what
+
+    def write(self, data: Any, /) -> int:
+        with self._store.errors(self._what):
+            return super().write(data)
 
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
+def _make_folders(folder: Path) -> None:
+    """A folder and all above it, each private and durable (`mkdir(parents=True)` makes only the last one private)."""
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+        sync_folder(folder.parent)
+
+
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _unless_gone(_function: Any, _path: str, info: tuple[type[BaseException], BaseException, Any]) -> None:
+    # Another process may be removing the same folder.
+    if not isinstance(info[1], FileNotFoundError):
+        raise info[1]

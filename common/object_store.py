@@ -1,0 +1,169 @@
+"""The store on object storage, or on whatever else fsspec opens (`s3://bucket/prefix`, `gs://…`, `memory://…`).
+
+An object appears whole or not at all, so there are no temporary names. What is asked of the service: reads see the last
+write (S3 and its like do), and a conditional create (`If-None-Match: *` on S3, which s3fs sends for `mode="create"`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
+
+from common.errors import BatchmillError, StoreFull, Unreachable, UsageError
+
+#: Bytes of one part of an upload; S3 takes 10,000 parts, so files up to 160 GB.
+PART_BYTES = 16 << 20
+
+
+class ObjectStore:
+    """A prefix of an fsspec file system. Listings are never cached: other machines write too."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as exc:
+            raise UsageError(f"store {url}: cannot be opened: {exc}") from None
+        self._fs: Any = fs
+        with self._errors("cannot be opened"):
+            fs.exists(self._root)
+
+    def read(self, path: str) -> bytes:
+        with self._errors(f"{path}: cannot be read"):
+            return cast(bytes, self._fs.cat_file(self._full(path)))
+
+    def read_range(self, path: str, start: int, length: int) -> bytes:
+        if length <= 0:
+            return b""
+        with self._errors(f"{path}: cannot be read"):
+            try:
+                return cast(bytes, self._fs.cat_file(self._full(path), start=start, end=start + length))
+            except FileNotFoundError:
+                raise
+            except Exception:
+                # S3 answers 416 to a range that starts at the end of the object or after it.
+                if start >= self.size(path):
+                    return b""
+                raise
+
+    def size(self, path: str) -> int:
+        with self._errors(f"{path}: cannot be read"):
+            self._fresh()
+            return int(self._fs.info(self._full(path))["size"])
+
+    def exists(self, path: str) -> bool:
+        with self._errors(f"{path}: cannot be read"):
+            self._fresh()
+            return bool(self._fs.exists(self._full(path)))
+
+    def put_atomic(self, path: str, data: bytes) -> None:
+        with self._errors(f"{path}: cannot be written"):
+            self._fs.pipe_file(self._full(path), data)
+
+    def create_exclusive(self, path: str, data: bytes) -> bool:
+        with self._errors(f"{path}: cannot be written"):
+            try:
+                self._fs.pipe_file(self._full(path), data, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as exc:
+                if _is_precondition(exc):
+                    return False
+                raise
+            return True
+
+    def list(self, path: str) -> list[str]:
+        with self._errors(f"{path}: cannot be read"):
+            self._fresh()
+            full = self._full(path)
+            try:
+                found = self._fs.ls(full, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        below = full.strip("/") + "/"
+        names = (str(name).strip("/") for name in found)
+        return sorted(n.removeprefix(below) for n in names if n.startswith(below) and n != below)
+
+    def delete(self, path: str) -> None:
+        with self._errors(f"{path}: cannot be removed"):
+            self._fresh()
+            try:
+                self._fs.rm(self._full(path), recursive=True)
+            except FileNotFoundError:
+                return
+
+    def open_read(self, path: str) -> BinaryIO:
+        with self._errors(f"{path}: cannot be read"):
+            return cast(BinaryIO, self._fs.open(self._full(path), "rb"))
+
+    @contextlib.contextmanager
+    def open_write(self, path: str) -> Iterator[BinaryIO]:
+        what = f"{path}: cannot be written"
+        with self._errors(what):
+            file = self._fs.open(self._full(path), "wb", block_size=PART_BYTES, autocommit=False)
+        try:
+            yield cast(BinaryIO, _Upload(file, self, what))
+            with self._errors(what):
+                file.close()
+                file.commit()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                # Parts that were sent already are given back; the error that led here is the one to report.
+                file.discard()
+            raise
+
+    def _full(self, path: str) -> str:
+        if path.startswith("/") or ".." in path.split("/"):
+            raise UsageError(f"store path {path!r} leaves the store")
+        return f"{self._root.rstrip('/')}/{path}" if path else self._root
+
+    def _fresh(self) -> None:
+        self._fs.invalidate_cache()
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Errors of the service as one line; a missing object stays `FileNotFoundError`, which callers expect."""
+        try:
+            yield
+        except (FileNotFoundError, BatchmillError):
+            raise
+        except Exception as exc:
+            # Each service's client has exceptions of its own, and no base is common to them.
+            if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreFull(f"store {self.url}: {what}: {exc.strerror}; free some space") from None
+            raise Unreachable(f"store {self.url}: {what}: {type(exc).__name__}: {exc}") from None
+
+    def errors(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """The translation of errors, for files that are being written."""
+        return self._errors(what)
+
+
+class _Upload:
+    """An object being written; only its own errors are the store's."""
+
+    def __init__(self, file: Any, store: ObjectStore, what: str) -> None:
+        self._file = file
+        self._store = store
+        self._what = what
+
+    def write(self, data: bytes) -> int:
+        """Append bytes."""
+        with self._store.errors(self._what):
+            return int(self._file.write(data))
+
+    def flush(self) -> None:
+        """Parts are sent as they fill up."""
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return int(self._file.tell())
+
+
+def _is_precondition(exc: OSError) -> bool:
+    """True for HTTP 412 and 409: another was first (409: both at the same moment)."""
+    text = str(exc)
+    return "PreconditionFailed" in text or "ConditionalRequestConflict" in text or "pre-conditions" in text

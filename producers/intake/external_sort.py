@@ -1,0 +1,101 @@
+"""Sort more records than memory should hold: sorted runs in a temporary file, merged piece by piece.
+
+Only a sample of each run's keys stays in memory (8 bytes for every `_STRIDE` records).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from typing import BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import Unreachable
+
+Records = npt.NDArray[np.void]
+
+#: Every how many records of a run a key is remembered.
+_STRIDE = 1024
+#: Bytes that are kept in memory before a temporary file is made at all.
+SPOOL_BYTES = 8 << 20
+
+
+class ExternalSort:
+    """Records of a numpy structured type, out again in order of one of its u64 fields; equal keys in no set order.
+
+    `piece`: about how many records are in memory at a time. `folder`: where the temporary file goes (it has no name
+    there, so nothing is left behind whatever happens).
+    """
+
+    def __init__(self, dtype: np.dtype[np.void], key: str, folder: str | None = None, piece: int = 131_072) -> None:
+        self._dtype = dtype
+        self._key = key
+        self._piece = piece
+        self._file = spooled(folder)
+        self._runs: list[tuple[int, int, npt.NDArray[np.uint64]]] = []
+        self.count = 0
+
+    def add(self, records: Records) -> None:
+        """Add records in any order; each call makes a run, so let calls be large."""
+        if not len(records):
+            return
+        run = records[np.argsort(records[self._key], kind="stable")]
+        write(self._file, run.tobytes())
+        self._runs.append((self.count, len(run), run[self._key][::_STRIDE].copy()))
+        self.count += len(run)
+
+    def __iter__(self) -> Iterator[Records]:
+        """Everything in order, in arrays; records of one key are never split over two arrays."""
+        done = [0] * len(self._runs)
+        for bound in self._bounds():
+            parts = []
+            for n, (start, length, sample) in enumerate(self._runs):
+                # Where the bound falls in a run lies before the first sampled key that reaches it.
+                reach = length if bound is None else int(np.searchsorted(sample, bound, "left")) * _STRIDE
+                end = min(length, reach)
+                if end <= done[n]:
+                    continue
+                records = self._read(start + done[n], end - done[n])
+                if bound is not None:
+                    records = records[: int(np.searchsorted(records[self._key], bound, "left"))]
+                done[n] += len(records)
+                parts.append(records)
+            if parts and sum(map(len, parts)):
+                merged = np.concatenate(parts)
+                yield merged[np.argsort(merged[self._key], kind="stable")]
+
+    def _bounds(self) -> Iterator[np.uint64 | None]:
+        """Keys that cut everything into pieces; None, at the end, stands for all that is left."""
+        if self._runs:
+            sample = np.sort(np.concatenate([s for _, _, s in self._runs]))
+            step = max(1, self._piece // _STRIDE)
+            last = None
+            for bound in sample[step::step]:
+                if last is None or bound > last:
+                    yield bound
+                    last = bound
+        yield None
+
+    def _read(self, start: int, count: int) -> Records:
+        size = self._dtype.itemsize
+        self._file.seek(start * size)
+        return np.frombuffer(self._file.read(count * size), self._dtype)
+
+    def close(self) -> None:
+        """Let the temporary file go."""
+        self._file.close()
+
+
+def spooled(folder: str | None) -> BinaryIO:
+    """A nameless temporary file that starts to exist once it is large."""
+    return cast(BinaryIO, tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=folder))
+
+
+def write(file: BinaryIO, data: bytes) -> None:
+    """Write to a temporary file; `Unreachable` when its disk is full."""
+    try:
+        file.write(data)
+    except OSError as exc:
+        raise Unreachable(f"temporary files: {exc.strerror}; free some space or set TMPDIR to another disk") from None

@@ -1,0 +1,44 @@
+"""What a person may say about a batch besides its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.errors import UsageError
+
+#: Of OpenAI's metadata: pairs, characters of a key, characters of a value.
+_METADATA_LIMITS = (16, 64, 512)
+
+
+@dataclass(frozen=True)
+class Options:
+    """None stands for what the settings have."""
+
+    model: str | None = None
+    name: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    skip_invalid: bool = False
+    max_tokens_default: int | None = None
+    cache: str | None = None
+    timeout_s: float | None = None
+    idempotency_key: str | None = None
+
+    def check(self) -> None:
+        """`UsageError` for a value that cannot be."""
+        if self.max_tokens_default is not None and self.max_tokens_default < 1:
+            raise UsageError(f"--max-tokens-default: {self.max_tokens_default} is too small, at least 1 is needed")
+        if self.cache not in (None, "off", "read", "write", "on"):
+            raise UsageError(f"cache: '{self.cache}' is not one of off, read, write, on")
+        if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
+            raise UsageError(f"timeout: {self.timeout_s} is not a number of seconds above 0")
+        if self.idempotency_key is not None and not 0 < len(self.idempotency_key) <= 512:
+            raise UsageError("idempotency key: must have 1 to 512 characters")
+        pairs, key_length, value_length = _METADATA_LIMITS
+        if len(self.metadata) > pairs:
+            raise UsageError(f"metadata: {len(self.metadata)} pairs, at most {pairs} are taken")
+        for key, value in self.metadata.items():
+            if not 0 < len(key) <= key_length or len(value) > value_length:
+                raise UsageError(
+                    f"metadata: '{key[:80]}': a key has 1 to {key_length} characters, a value at most {value_length}"
+                )

@@ -1,0 +1,190 @@
+"""One reading of one input: check lines, gather windows of rows, find repeated custom ids, keep what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+from common.errors import InvalidInput
+from producers.intake.duplicates import Duplicate, Duplicates
+from producers.intake.reader import read_lines
+from producers.intake.refusals import SHOWN, LineError, Refusal, Refusals, Report, ReportFile
+from producers.intake.rules import Refused, Rules
+from producers.intake.source import Source
+from producers.plan_file import InvalidWriter, PlanWriter, WindowRows
+from producers.planner import WINDOW_BYTES, WINDOW_ROWS
+
+#: Called now and then with bytes read (before decompression) and lines.
+Progress = Callable[[int, int], None]
+
+#: Bytes that a row takes besides its custom id and its body, at most (MessagePack's headers and numbers).
+_ROW_EXTRA = 32
+
+#: Rows, plans and results keep an index in 32 bits.
+MAX_REQUESTS = 2**32 - 1
+
+
+class Reading:
+    """Use it as a context manager: temporary files are let go at its end.
+
+    `folder`: where they go; None: the system's place.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        rules: Rules,
+        *,
+        skip_invalid: bool = False,
+        progress: Progress | None = None,
+        folder: str | None = None,
+    ) -> None:
+        self._source = source
+        self._rules = rules
+        self._skip_invalid = skip_invalid
+        self._progress = progress
+        self._duplicates = Duplicates(folder)
+        self._refusals = Refusals(folder)
+        #: Refused in the window at hand, not in order yet.
+        self._refused: list[Refusal] = []
+        self._rows = WindowRows()
+        self._window_start = 0
+        self._lines = 0
+        self._cost = 0
+        #: Requests so far, valid or not, which is the index of the next.
+        self.requests = 0
+        #: Repeats that only showed across windows; known after a report.
+        self.repeats_across = 0
+        #: Why the input as a whole cannot be taken, whatever its lines are like.
+        self.fatal: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._duplicates.close()
+        self._refusals.close()
+
+    def run(self, writer: PlanWriter | None) -> None:
+        """Read to the end; rows go to `writer` window by window, as long as the batch may still come to be."""
+        check = self._rules.check
+        add_id = self._duplicates.add
+        source = self._source
+        rows = self._rows
+        number = index = size = cost_sum = 0
+        window_end = WINDOW_ROWS
+        for lines, utf8 in read_lines(source.blocks(), self._rules.longest):
+            if source.broken:
+                # What is left is the start of a line whose rest is lost: not that line's fault.
+                break
+            for line in lines:
+                number += 1
+                try:
+                    checked = check(line, utf8)
+                except Refused as refused:
+                    self._refuse(refused, index, number)
+                    index += 1
+                    if not self._skip_invalid:
+                        # There will be no batch: from here on only the report counts.
+                        writer = None
+                        rows.clear()
+                else:
+                    if checked is None:
+                        continue
+                    custom_id, url, body, key, cost = checked
+                    cost_sum += cost
+                    if writer is not None:
+                        need = len(body) + len(custom_id) + _ROW_EXTRA
+                        if size + need > WINDOW_BYTES and size:
+                            self._close_window(writer, index)
+                            window_end = index + WINDOW_ROWS
+                            size = 0
+                        size += need
+                        rows.append(index, custom_id, url, body, key, cost)
+                    add_id(custom_id, number, index)
+                    index += 1
+                if index >= window_end:
+                    self._close_window(writer, index)
+                    window_end = index + WINDOW_ROWS
+                    size = 0
+            self.requests, self._lines, self._cost = index, number, cost_sum
+            if index > MAX_REQUESTS:
+                self.fatal = f"has more than {MAX_REQUESTS} requests; split it"
+                break
+            if self._progress is not None:
+                self._progress(source.bytes_read, number)
+        self._close_window(writer, index)
+        self._end()
+
+    def _end(self) -> None:
+        if self._source.broken:
+            self.fatal = f"{self._source.broken}; read so far: {self._lines} whole lines"
+        elif self.fatal is None:
+            try:
+                self._source.verify()
+            except InvalidInput as exc:
+                self.fatal = str(exc).removeprefix(f"{self._source.name}: ")
+            else:
+                if not self.requests:
+                    self.fatal = "has no requests in it"
+
+    def _refuse(self, refused: Refused, index: int, number: int) -> None:
+        self._refused.append(Refusal(index, number, refused.custom_id, refused.field, refused.reason))
+        if refused.custom_id is not None:
+            self._duplicates.add_refused(refused.custom_id, number, index)
+
+    def _close_window(self, writer: PlanWriter | None, index_end: int) -> None:
+        repeats = self._duplicates.close_window()
+        if repeats:
+            self._refused.extend(_as_refusal(r) for r in repeats)
+            self._refused.sort(key=lambda r: r.line)
+            if self._skip_invalid:
+                self._rows.drop({r.index for r in repeats})
+        self._refusals.add(self._refused)
+        self._refused.clear()
+        if writer is not None and (self._skip_invalid or not self._refusals.count):
+            writer.add(self._rows, self._window_start, index_end)
+        self._rows.clear()
+        self._window_start = index_end
+
+    def repeats(self) -> Iterator[Duplicate]:
+        """The requests that only show as repeats across windows, in order of their indexes."""
+        return self._duplicates.across_windows()
+
+    def report(self, invalid: InvalidWriter | None = None) -> Report:
+        """What was found. Refused requests go to `invalid` as error lines, or else to the report file."""
+        report = Report(
+            requests=self.requests, errors=[], error_count=0, model=self._rules.model or "", cost=self._cost
+        )
+        file = ReportFile(self._source.name)
+
+        def note(error: LineError) -> None:
+            report.error_count += 1
+            if report.error_count <= SHOWN:
+                report.errors.append(error)
+            if invalid is None:
+                file.add(error)
+
+        found = self._refusals.count
+        for refusal in self._refusals.merged(map(_as_refusal, self.repeats())):
+            note(LineError(refusal.line, refusal.field, refusal.reason))
+            if invalid is not None:
+                place = f"{refusal.field}: " if refusal.field else ""
+                invalid.add(refusal.index, refusal.custom_id, f"line {refusal.line}: {place}{refusal.reason}")
+        self.repeats_across = report.error_count - found
+        if self.fatal is not None:
+            note(LineError(max(1, self._lines), "", self.fatal))
+        if invalid is not None:
+            invalid.flush()
+        file.close()
+        report.report_file = file.path
+        return report
+
+
+def _as_refusal(repeat: Duplicate) -> Refusal:
+    return Refusal(
+        repeat.index, repeat.line, repeat.custom_id, "custom_id", f"is the same as on line {repeat.first_line}"
+    )

@@ -1,0 +1,164 @@
+"""`submit` and `validate`: from a file to a batch in the store, or to a report of what is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from common.messages import Row
+from common.registry import Registry
+from common.settings import Settings
+from common.store import LocalStore, Store
+from producers.batch import Batch
+from producers.intake.options import Options
+from producers.intake.reading import Progress, Reading
+from producers.intake.refusals import Rejected, Report
+from producers.intake.rules import Rules
+from producers.intake.source import Source, open_bytes, open_source
+from producers.intake.spool import INCOMING, Spool, find_by_key, recover, shard_of
+from producers.plan_file import INVALID, INVALID_INDEX, PLAN, ROWS, InvalidWriter, PlanReader, PlanWriter
+
+
+def validate(
+    source: str, settings: Settings, registry: Registry, options: Options, progress: Progress | None = None
+) -> Report:
+    """Read a file and say what is wrong with it; needs no store and no broker, writes nothing but the report file.
+
+    Raises `UsageError` for what is no file or no text.
+    """
+    options.check()
+    rules = Rules(settings, registry, options.model, options.max_tokens_default)
+    with open_source(source) as opened, Reading(opened, rules, progress=progress) as reading:
+        reading.run(None)
+        return reading.report()
+
+
+def submit(
+    source: str,
+    store: Store,
+    settings: Settings,
+    registry: Registry,
+    options: Options,
+    progress: Progress | None = None,
+) -> Batch:
+    """Make a batch out of a file: a path, `-`, or a URL that fsspec opens; plain, gzip or zstd.
+
+    Raises `Rejected` (an `InvalidInput` with `.report`) when the file cannot be taken, `UsageError` for what is no
+    file, `Unreachable` for a store that does not answer or is full. Nothing is visible in the store then.
+    """
+    options.check()
+    if (earlier := _earlier(store, options)) is not None:
+        return earlier
+    with open_source(source) as opened:
+        return _submit(opened, store, settings, registry, options, progress)
+
+
+def submit_bytes(
+    data: bytes, store: Store, settings: Settings, registry: Registry, options: Options, name: str = "inline"
+) -> Batch:
+    """As `submit`, out of a file's content; `name` stands for the file in messages."""
+    options.check()
+    if (earlier := _earlier(store, options)) is not None:
+        return earlier
+    with open_bytes(data, name) as opened:
+        return _submit(opened, store, settings, registry, options, None)
+
+
+def _earlier(store: Store, options: Options) -> Batch | None:
+    recover(store)
+    return None if options.idempotency_key is None else find_by_key(store, options.idempotency_key)
+
+
+def _submit(
+    source: Source, store: Store, settings: Settings, registry: Registry, options: Options, progress: Progress | None
+) -> Batch:
+    rules = Rules(settings, registry, options.model, options.max_tokens_default)
+    with Spool(store) as spool:
+        # Beside the batch, not in a /tmp that may be memory.
+        folder = str(store.local_path(INCOMING)) if isinstance(store, LocalStore) else None
+        with Reading(source, rules, skip_invalid=options.skip_invalid, progress=progress, folder=folder) as reading:
+            with _plan_writer(spool) as writer:
+                reading.run(writer)
+                if reading.fatal is not None or not options.skip_invalid:
+                    report = reading.report()
+                    if report.error_count:
+                        raise Rejected(_message(source.name, reading.fatal, report), report)
+            model = rules.decide_default()
+            if options.skip_invalid:
+                report = _write_invalid(spool, reading, model)
+                if reading.repeats_across:
+                    writer = _without_repeats(spool, reading, writer)
+        return spool.publish(
+            Batch(
+                id=spool.id,
+                model=model,
+                created_at=time.time(),
+                shard=shard_of(spool.id, settings.scheduler.shards),
+                input=source.facts(),
+                requests=report.requests,
+                planned=writer.planned,
+                invalid=report.error_count,
+                cost=writer.cost,
+                windows=writer.windows,
+                name=options.name,
+                metadata=dict(options.metadata),
+                timeout_s=options.timeout_s or settings.inference.request_timeout_s,
+                cache=options.cache or settings.cache.mode,
+                idempotency_key=options.idempotency_key,
+            )
+        )
+
+
+@contextlib.contextmanager
+def _plan_writer(spool: Spool) -> Iterator[PlanWriter]:
+    with (
+        spool.store.open_write(f"{spool.folder}/{ROWS}") as rows,
+        spool.store.open_write(f"{spool.folder}/{PLAN}") as plan,
+    ):
+        yield PlanWriter(rows, plan)
+
+
+def _write_invalid(spool: Spool, reading: Reading, model: str) -> Report:
+    with (
+        spool.store.open_write(f"{spool.folder}/{INVALID}") as lines,
+        spool.store.open_write(f"{spool.folder}/{INVALID_INDEX}") as index,
+    ):
+        return reading.report(InvalidWriter(lines, index, spool.id, model))
+
+
+def _without_repeats(spool: Spool, reading: Reading, made: PlanWriter) -> PlanWriter:
+    """Write the plan once more without the rows that turned out to repeat an id of an earlier window.
+
+    Rare (it takes `--skip-invalid` and such a file), so it costs nothing to files that have none.
+    """
+    reader = PlanReader(spool.store, spool.folder, made.planned, made.windows)
+    decode = msgspec.msgpack.Decoder(Row).decode
+    repeats = reading.repeats()
+    repeat = next(repeats, None)
+    with _plan_writer(spool) as writer:
+        for window in made.windows:
+            dropped: set[int] = set()
+            while repeat is not None and repeat.index < window.index_end:
+                dropped.add(repeat.index)
+                repeat = next(repeats, None)
+            records = reader.plan(window.pos_start, window.pos_end)
+            kept = [n for n, index in enumerate(records["index"].tolist()) if index not in dropped]
+            rows = reader.rows(records)
+            costs = records["cost"].tolist()
+            writer.copy([decode(rows[n]) for n in kept], [costs[n] for n in kept], window.index_start, window.index_end)
+    return writer
+
+
+def _message(name: str, fatal: str | None, report: Report) -> str:
+    if fatal is not None:
+        return f"{name}: {fatal}; nothing was submitted"
+    first = report.errors[0]
+    place = f"{first.field}: " if first.field else ""
+    where = f"; all of them: {report.report_file}" if report.report_file else ""
+    return (
+        f"{name}: {report.error_count} of {report.requests} requests are not valid, nothing was submitted; "
+        f"first, line {first.line}: {place}{first.reason}{where}. Fix them, or use --skip-invalid"
+    )
