@@ -1,0 +1,110 @@
+"""Publishing on real brokers: confirmed or an error, never a silent loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kombu import Consumer
+
+from common import broker as broker_module
+from common.broker import Publisher, connect, queue
+from common.errors import Unreachable
+from common.live import LiveState, WorkerFacts
+from common.serializer import CONTENT_TYPE
+from common.settings import Settings, load
+from tests.support.brokers import Broker, RabbitBroker
+from tests.support.ports import wait_until
+
+
+def test_a_message_arrives_as_it_was_sent(broker: Broker, fleet_settings: Settings) -> None:
+    publisher = Publisher(fleet_settings)
+    publisher.publish_task("infer.m.1", "batchmill.infer_chunk", "chunk_1", b"\x00blob\xff", "requests=1")
+    publisher.close()
+    got: list[tuple[Any, Any]] = []
+    with connect(fleet_settings) as connection:
+        with Consumer(
+            connection,
+            queues=[queue(fleet_settings, "infer.m.1")],
+            callbacks=[lambda body, message: got.append((body, message))],
+            accept=[CONTENT_TYPE],
+        ):
+            connection.drain_events(timeout=10)
+            got[0][1].ack()
+    body, message = got[0]
+    assert body == ((b"\x00blob\xff",), {}, {})
+    assert message.headers["task"] == "batchmill.infer_chunk"
+    assert message.headers["argsrepr"] == "requests=1"
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_publisher_goes_on_after_a_restart_of_the_broker(
+    broker: Broker, fleet_settings: Settings, settled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`settled`: RabbitMQ has written down that the queue exists; killed before, it comes back with a dead queue."""
+    monkeypatch.setattr(broker_module, "CONFIRM_TIMEOUT_S", 3)
+    publisher = Publisher(fleet_settings)
+    publisher.publish("results.0", b"one")
+    if settled and isinstance(broker, RabbitBroker):
+        names = next(broker.server.folder.glob("mnesia/*/quorum/*/names.dets"))
+        changed = names.stat().st_mtime_ns
+        wait_until(lambda: names.stat().st_mtime_ns != changed, 30, "RabbitMQ saves its queue names")
+    broker.restart()
+    failures = 0
+    while True:
+        try:
+            publisher.publish("results.0", b"two")
+            break
+        except Exception:  # whatever the transport raises: the next call starts on a new connection
+            failures += 1
+            assert failures <= 3
+    publisher.close()
+    if settled or broker.kind == "redis":
+        broker.wait_depth("results.0", ready=2)
+    else:
+        wait_until(lambda: broker.depth("results.0").ready >= 1, 30, "the message is there")
+
+
+def test_a_broker_that_is_down_is_one_line(broker: Broker, fleet_settings: Settings) -> None:
+    broker.kill()
+    with pytest.raises(Unreachable, match="does not answer") as caught:
+        Publisher(fleet_settings).publish("results.0", b"x")
+    assert "\n" not in str(caught.value)
+    assert "guest:guest" not in str(caught.value)
+
+
+def test_a_queue_that_vanished_fails_the_publish(
+    rabbit_broker: RabbitBroker, tmp_path: Any, request: pytest.FixtureRequest
+) -> None:
+    settings = load(env={"BATCHMILL_BROKER_URL": rabbit_broker.url, "BATCHMILL_STATE_URL": rabbit_broker.state_url})
+    publisher = Publisher(settings)
+    publisher.publish("results.0", b"one")
+    rabbit_broker.wipe()
+    with pytest.raises(Exception, match=r"NO_ROUTE|312"):
+        publisher.publish("results.0", b"lost")
+    publisher.publish("results.0", b"found")  # declares it again
+    publisher.close()
+    rabbit_broker.wait_depth("results.0", ready=1)
+
+
+def test_live_state_notices_a_wipe(broker: Broker, fleet_settings: Settings) -> None:
+    live = LiveState(fleet_settings)
+    live.check()
+    before = live.generation()
+    assert live.generation() == before
+    live.renew_leases(["chunk_1", "chunk_2"], "node", 5)
+    assert live.leases(["chunk_1", "none"]) == ["node", None]
+    live.drop_lease("chunk_1")
+    assert live.leases(["chunk_1", "chunk_2"]) == [None, "node"]
+    facts = WorkerFacts(
+        node="n", model="m@1", host="h", pid=1, device="cpu0", engine="echo", state="ready", max_num_seqs=8,
+        chunks_in_flight=3,
+    )  # fmt: skip
+    live.announce(facts)
+    assert live.workers() == [facts]
+    live.mark_cancelled("batch_a")
+    assert live.cancelled(["batch_a", "batch_b"]) == {"batch_a"}
+    broker.wipe_state()
+    assert live.generation() != before
+    assert live.workers() == []
+    live.close()
