@@ -55,6 +55,11 @@ def answered(path: Path) -> int:
         return sum(1 for line in file if json.loads(line)["response"]["status_code"] == 200)
 
 
+def line_count(path: Path) -> int:
+    """Lines of a file."""
+    return path.read_bytes().count(b"\n")
+
+
 def engine_arguments(entry: registry.ModelVersion, ours: bool) -> list[str]:
     """The entry's engine arguments as flags; without the scheduler's numbers for the command as shipped."""
     flags = []
@@ -78,7 +83,7 @@ def run_peer(folder: Path, source: Path, model: Path, entry: registry.ModelVersi
         "PYTHONUNBUFFERED": "1",
     }
     started = time.monotonic()
-    marks = {}
+    marks: dict[str, float] = {}
     log = []
     with subprocess.Popen(
         argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -93,7 +98,7 @@ def run_peer(folder: Path, source: Path, model: Path, entry: registry.ModelVersi
     if process.returncode != 0 or len(marks) != 2:
         raise SystemExit(f"run_batch ended with {process.returncode}:\n{''.join(log[-30:])}")
     count = answered(output)
-    expected = sum(1 for _ in open(source, encoding="utf-8"))
+    expected = line_count(source)
     if count != expected:
         raise SystemExit(f"run_batch answered {count} of {expected}")
     return whole, marks["written"] - marks["read"]
@@ -144,7 +149,7 @@ class Fleet:
         took = time.monotonic() - started
         if run.returncode != 0:
             raise SystemExit(f"submit ended with {run.returncode}:\n{run.stderr[-3000:]}\n{self.worker.text[-3000:]}")
-        assert answered(out / "output.jsonl") == sum(1 for _ in open(source, encoding="utf-8"))
+        assert answered(out / "output.jsonl") == line_count(source)
         return took
 
 
@@ -194,18 +199,17 @@ def _model_folder(env: dict[str, str]) -> str:
 
 def show(rows: list[dict[str, Any]], requests: int, tokens: int, start_up: float) -> None:
     """Print the table: medians of times, medians of the rounds' ratios."""
-    print(
-        f"\n{requests} chat requests of {tokens} answer tokens, {len(rows)} rounds; fleet start-up {start_up:.0f} s, once"
-    )
-    print(f"  {'':<34}{'seconds':>9}{'requests/s':>12}{'fleet is':>11}")
+    print(f"\n{requests} chat requests of {tokens} answer tokens, {len(rows)} rounds")
+    print(f"fleet start-up, once: {start_up:.0f} s")
+    print(f"  {'':<42}{'seconds':>9}{'requests/s':>12}{'fleet is':>11}")
     mine = statistics.median(r["fleet"] for r in rows)
-    print(f"  {'fleet, submit to closed output':<34}{mine:>9.1f}{requests / mine:>12.2f}")
+    print(f"  {'fleet, submit to closed output':<42}{mine:>9.1f}{requests / mine:>12.2f}")
     for peer in ("as shipped", "our numbers"):
         for which, label in ((1, "without start-up"), (0, "with start-up")):
             seconds = statistics.median(r[peer][which] for r in rows)
             ratio = statistics.median(r[peer][which] / r["fleet"] for r in rows)
             name = f"run_batch {peer}, {label}"
-            print(f"  {name:<42}{seconds:>1.1f}{requests / seconds:>12.2f}{ratio:>9.2f} x")
+            print(f"  {name:<42}{seconds:>9.1f}{requests / seconds:>12.2f}{ratio:>9.2f} x")
 
 
 if __name__ == "__main__":
