@@ -1,0 +1,56 @@
+"""The `workers` command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from common.errors import BatchmillError
+from workers.models.cli import app as models_app
+
+app = typer.Typer(
+    help="Batchmill's workers: engines that answer the requests of batches.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(models_app, name="models")
+
+
+@app.callback()
+def root() -> None:
+    """Batchmill's workers: engines that answer the requests of batches."""
+
+
+@app.command()
+def start(
+    model: Annotated[
+        str | None, typer.Option(help="Model to serve: NAME or NAME@VERSION.", show_default="the default model")
+    ] = None,
+    device_ids: Annotated[
+        str | None, typer.Option(help="GPUs to use, such as 0,1: one worker for each group the model needs.")
+    ] = None,
+    all_gpus: Annotated[bool, typer.Option("--all-gpus", help="Use all GPUs of this machine.")] = False,
+    engine: Annotated[str | None, typer.Option(help="vllm, or echo (no model, for tests).")] = None,
+    name: Annotated[str | None, typer.Option(help="What to call this worker, in place of its device.")] = None,
+    supervised: Annotated[
+        bool, typer.Option("--supervisor/--no-supervisor", help="Start and watch worker processes, or be one.")
+    ] = True,
+) -> None:
+    """Serve a model until SIGTERM: one worker process a GPU group, started again when it fails."""
+    from workers import start as starting
+
+    options = starting.Options(model, device_ids, all_gpus, engine, name, supervised)
+    raise typer.Exit(starting.start(options))
+
+
+def main() -> None:
+    """Entry point: a person's errors are one line, without a traceback."""
+    try:
+        app(prog_name="workers")
+    except BatchmillError as exc:
+        sys.stderr.write(f"workers: {exc}\n")
+        sys.stderr.flush()
+        sys.exit(exc.exit_code)

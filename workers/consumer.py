@@ -1,0 +1,86 @@
+"""The worker's consumer: Celery's, without the parts we have no use for and with a grave for what it would delete.
+
+Celery acks messages it cannot decode and rejects unknown tasks, logging their bodies: they would be gone, and prompts
+would be in the log. Here they go to the queue `dead`, confirmed, before they are acked.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from celery.worker.consumer import Consumer
+from vine import promise
+
+from common import logs
+from workers.node import Node
+from workers.outbox import Abandoned
+from workers.request import refusal
+
+log = logs.get(__name__)
+_logger = logging.getLogger(__name__)
+
+
+class Grave(threading.Thread):
+    """Publishes refused messages to `dead` off the main thread, and acks each once that is confirmed."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(name="grave", daemon=True)
+        self._node = node
+        self._queue: queue.SimpleQueue[tuple[Any, str, Callable[[], None]]] = queue.SimpleQueue()
+
+    def bury(self, message: Any, reason: str, ack: Callable[[], None]) -> None:
+        """Take a message; `ack` is called from this thread."""
+        self._queue.put((message, reason, ack))
+
+    def run(self) -> None:
+        """See the class."""
+        while True:
+            message, reason, ack = self._queue.get()
+            name = str((message.delivery_info or {}).get("routing_key"))
+            try:
+                self._node.outbox.bury(message.body, reason, name)
+            except Abandoned:
+                return
+            ack()
+
+
+class ChunkConsumer(Consumer):  # type: ignore[misc]
+    """See the module. Its `Blueprint` leaves out delayed delivery (28 queues for ETAs nobody may set)."""
+
+    class Blueprint(Consumer.Blueprint):  # type: ignore[misc]
+        """The steps that remain, ours among them."""
+
+        default_steps = (
+            "celery.worker.consumer.connection:Connection",
+            "celery.worker.consumer.events:Events",
+            "celery.worker.consumer.heart:Heart",
+            "celery.worker.consumer.control:Control",
+            "celery.worker.consumer.tasks:Tasks",
+            "workers.visibility:RenewVisibility",
+            "celery.worker.consumer.consumer:Evloop",
+        )
+
+    def create_task_handler(self, promise: Any = promise) -> Callable[[Any], None]:
+        """Celery's handler for chunks, the grave for everything else."""
+        handle = super().create_task_handler(promise)
+        # A reconnect makes a new handler; the grave stays.
+        grave = self.grave = getattr(self, "grave", None) or Grave(self.app.batchmill_node)
+        if not grave.is_alive():
+            grave.start()
+
+        def acker(message: Any) -> Callable[[], None]:
+            return lambda: self.call_soon_ack(message.ack_log_error, _logger, self.connection_errors)
+
+        def on_message(message: Any) -> None:
+            reason = refusal(message)
+            if reason is None:
+                handle(message)
+                return
+            log.warning("bad message", reason=reason)
+            grave.bury(message, reason, acker(message))
+
+        return on_message

@@ -1,0 +1,89 @@
+"""The queue before the engine: requests of all chunks, first come first served, a bounded number inside at a time.
+
+Twice `max_num_seqs` inside keeps the engine's own batch full from one step to the next; more would only wait in there,
+where its time already counts against the request's timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+from workers.attempt import Tried, attempt
+from workers.engine.base import Engine, EngineDead
+from workers.engine_thread import EngineThread
+
+
+class Work(Protocol):
+    """Requests that go through the lane; `workers.chunk.ChunkWork`."""
+
+    timeout_s: float
+
+    def request(self, row: int) -> tuple[int, bytes] | None:
+        """Position of the url in `URLS`, and body; None when the row is no longer wanted."""
+        ...
+
+    def finish(self, row: int, tried: Tried) -> None:
+        """Take the outcome of a row."""
+        ...
+
+
+class Lane:
+    """All methods run on the engine's loop; the two counts may be read anywhere."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self._engine: Engine = thread.engine
+        self.limit = inside_limit(self._engine.facts().max_num_seqs)
+        self._waiting: deque[tuple[Work, int]] = deque()
+        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        #: Requests that are in the engine.
+        self.inside = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Requests inside the engine or before it."""
+        return self.inside + len(self._waiting)
+
+    def enter(self, work: Work, rows: range) -> None:
+        """Queue rows behind all that are here."""
+        self._waiting.extend((work, row) for row in rows)
+        self._pump()
+
+    def drop(self, work: Work, row: int) -> None:
+        """Abort a row inside the engine; one that still waits is passed over, since `request` says None by then."""
+        task = self._tasks.get((id(work), row))
+        if task is not None:
+            task.cancel()
+
+    def _pump(self) -> None:
+        while self.inside < self.limit and self._waiting:
+            work, row = self._waiting.popleft()
+            asked = work.request(row)
+            if asked is None:
+                continue
+            self.inside += 1
+            key = id(work), row
+            self._tasks[key] = self._thread.loop.create_task(self._ask(work, row, asked, key))
+
+    async def _ask(self, work: Work, row: int, asked: tuple[int, bytes], key: tuple[int, int]) -> None:
+        try:
+            tried = await attempt(self._engine, asked[0], asked[1], work.timeout_s)
+        except EngineDead as exc:
+            self._thread.report_death(str(exc))
+        except asyncio.CancelledError:
+            # Whoever dropped the row has accounted for it.
+            pass
+        else:
+            if not self._thread.dead:
+                work.finish(row, tried)
+        finally:
+            self.inside -= 1
+            del self._tasks[key]
+            self._pump()
+
+
+def inside_limit(max_num_seqs: int) -> int:
+    """Requests allowed inside the engine at a time."""
+    return max_num_seqs * 2 + 8

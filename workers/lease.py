@@ -1,0 +1,120 @@
+"""The worker's heartbeat to the coordinator: leases on its chunks, its own announcement, and who was cancelled.
+
+All of it is hints in Redis: an outage costs nothing but the hints, and is logged once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import redis
+
+from common import logs
+from common.live import LiveState, WorkerFacts
+from workers.chunk import ChunkRun
+
+#: Seconds between announcements.
+ANNOUNCE_S = 5.0
+#: Seconds between looks for cancelled batches, at most.
+CANCEL_S = 2.0
+
+log = logs.get(__name__)
+
+
+class Leases(threading.Thread):
+    """Renews, announces and polls until `close`. `tick` is called as often, for whoever needs a slow clock."""
+
+    def __init__(
+        self,
+        live: LiveState,
+        node: str,
+        lease_s: float,
+        runs: Mapping[str, ChunkRun],
+        facts: Callable[[], WorkerFacts],
+        tick: Callable[[], None],
+        interval_s: float = ANNOUNCE_S,
+    ) -> None:
+        super().__init__(name="leases", daemon=True)
+        self._live = live
+        self._node = node
+        self._lease_s = lease_s
+        self._runs = runs
+        self._facts = facts
+        self._tick = tick
+        self._interval_s = min(lease_s / 3, interval_s, CANCEL_S)
+        self._wake = threading.Event()
+        self._closing = False
+        self._dropped: list[str] = []
+        self._lock = threading.Lock()
+        self._announced = 0.0
+        self._state = ""
+        self._trouble = False
+
+    def claim(self) -> None:
+        """A chunk was taken up: say so now."""
+        self._wake.set()
+
+    def drop(self, chunk_id: str) -> None:
+        """A chunk is no longer ours."""
+        with self._lock:
+            self._dropped.append(chunk_id)
+        self._wake.set()
+
+    def run(self) -> None:
+        """See the class."""
+        while not self._closing:
+            try:
+                self._once()
+                self._tick()
+            except Exception as exc:
+                log.error("the lease thread stumbled", error=type(exc).__name__)
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+
+    def close(self) -> None:
+        """Give everything back and stop; waits a moment for Redis."""
+        if not self.is_alive():
+            return
+        self._closing = True
+        self._wake.set()
+        self.join(timeout=5)
+        try:
+            self._drop()
+            self._live.withdraw(self._node)
+        except (redis.RedisError, OSError):
+            # They lapse by themselves.
+            return
+
+    def _once(self) -> None:
+        try:
+            self._drop()
+            running = dict(self._runs)
+            if running:
+                self._live.renew_leases(running, self._node, self._lease_s)
+                batches = sorted({batch for run in running.values() for batch in run.batches})
+                cancelled = self._live.cancelled(batches)
+                for run in running.values() if cancelled else ():
+                    run.work.forget(cancelled)
+            facts = self._facts()
+            if facts.state != self._state or time.monotonic() - self._announced >= ANNOUNCE_S:
+                self._live.announce(facts)
+                self._announced = time.monotonic()
+                self._state = facts.state
+        except (redis.RedisError, OSError) as exc:
+            if not self._trouble:
+                self._trouble = True
+                log.warning("live state is unreachable; work goes on without it", error=type(exc).__name__)
+        else:
+            if self._trouble:
+                self._trouble = False
+                log.info("live state is back")
+
+    def _drop(self) -> None:
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+        for chunk_id in dropped:
+            # A copy of it may have been taken up again meanwhile.
+            if chunk_id not in self._runs:
+                self._live.drop_lease(chunk_id)

@@ -1,0 +1,254 @@
+"""One worker process: what its pool, its task and its threads share, and the way of a chunk through it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from enum import Enum
+
+from common import logs
+from common.broker import codecs
+from common.errors import BadMessage, BatchmillError
+from common.ids import is_batch_id
+from common.live import LiveState, WorkerFacts
+from common.messages import Chunk, Results, Row, decode_chunk, decode_rows, encode, infer_queue, node_queue
+from common.registry import Registry
+from common.settings import Settings
+from common.urls import URLS
+from workers import parent
+from workers.abort import Abort
+from workers.chunk import ChunkRun, ChunkWork
+from workers.engine import loader
+from workers.engine.base import EngineStats
+from workers.engine_thread import EngineThread
+from workers.lane import Lane
+from workers.lease import Leases
+from workers.outbox import Abandoned, Outbox
+
+#: Exit status of a worker whose engine died or whose pool broke; its supervisor starts a new one.
+EXIT_ENGINE = 70
+#: Seconds that chunks have, after the engine died, to publish what was answered before.
+LAST_WORDS_S = 3.0
+#: Seconds the engine has to stop.
+STOP_S = 20.0
+#: Chunks answered lately, by which a late redelivery is recognised.
+REMEMBERED = 1024
+
+_REPLY_TO = re.compile(r"^results\.\d{1,4}$")
+
+log = logs.get(__name__)
+
+
+class Ending(Enum):
+    """How a chunk's task ends, and so what becomes of its message."""
+
+    #: Settled: acknowledge.
+    DONE = "done"
+    #: Another worker's now: requeue.
+    REQUEUE = "requeue"
+    #: Stopped by a person: Celery acknowledges it as revoked.
+    TERMINATED = "terminated"
+
+
+class Node:
+    """The parts of a worker, and `infer`, which the task calls."""
+
+    def __init__(self, settings: Settings, registry: Registry, model: str, name: str) -> None:
+        self.settings = settings
+        self.model = model
+        self.name = name
+        self.queues = (infer_queue(model), node_queue(model, name))
+        self.state = "loading"
+        #: Why the engine could not be loaded.
+        self.failure: BatchmillError | None = None
+        self.runs: dict[str, ChunkRun] = {}
+        self.outbox = Outbox(settings)
+        self.thread = EngineThread(lambda: loader.load(settings, registry, model), self._engine_died)
+        self._lane: Lane | None = None
+        self._chunks, self._results = codecs(settings)
+        self._answered: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._started_at = time.time()
+        self.leases = Leases(
+            LiveState(settings),
+            name,
+            settings.scheduler.lease_s,
+            self.runs,
+            self.facts,
+            self._tick,
+            settings.broker.heartbeat_s / 3,
+        )
+
+    @property
+    def outstanding(self) -> int:
+        """Requests inside the engine or waiting for it; 0 until it is ready."""
+        return self._lane.outstanding if self._lane is not None else 0
+
+    def open_lane(self) -> None:
+        """The engine is ready: let requests in."""
+        self._lane = Lane(self.thread)
+        self.state = "ready"
+
+    def stats(self) -> EngineStats:
+        """The engine's gauges, requests that still wait for it included."""
+        if not self.thread.ready:
+            return EngineStats()
+        stats = self.thread.engine.stats()
+        waiting = self.outstanding - self._lane.inside if self._lane is not None else 0
+        return EngineStats(running=stats.running, waiting=stats.waiting + waiting, kv_usage=stats.kv_usage)
+
+    def facts(self) -> WorkerFacts:
+        """What others may know of this worker."""
+        facts = self.thread.engine.facts() if self.thread.ready else None
+        stats = self.stats()
+        return WorkerFacts(
+            node=self.name,
+            model=self.model,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=facts.device if facts is not None else "",
+            engine=facts.engine if facts is not None else self.settings.inference.engine,
+            state=self.state,
+            max_num_seqs=facts.max_num_seqs if facts is not None else 0,
+            chunks_in_flight=self.settings.inference.chunks_in_flight,
+            running=stats.running,
+            waiting=stats.waiting,
+            started_at=self._started_at,
+        )
+
+    def infer(self, task_id: str, queue: str, blob: bytes, *, redelivered: bool) -> tuple[Ending, str]:
+        """Take a chunk from its message to its last confirmed result; the second value is a word for the log."""
+        if self.thread.dead:
+            self._park()
+        try:
+            chunk, rows = self._open(task_id, queue, blob)
+        except BadMessage as exc:
+            log.warning("bad message", queue=queue, reason=exc.reason)
+            self.outbox.bury(blob, exc.reason, queue)
+            return Ending.DONE, "dead-lettered"
+        if redelivered and chunk.id in self._answered:
+            return Ending.DONE, "answered already"
+        if chunk.not_after and time.time() > chunk.not_after:
+            return Ending.DONE, "too late"
+        return self._run(chunk, rows)
+
+    def abort(self, chunk_id: str, reason: Abort) -> None:
+        """Give up a chunk, if it runs here."""
+        run = self.runs.get(chunk_id)
+        if run is not None:
+            run.work.abort(reason)
+
+    def abort_all(self, reason: Abort) -> None:
+        """Give up every chunk."""
+        for run in list(self.runs.values()):
+            run.work.abort(reason)
+
+    def close(self) -> None:
+        """Stop everything; may be called again."""
+        self.outbox.close()
+        self.leases.close()
+        if not self.thread.stop(STOP_S):
+            die("the engine did not stop")
+
+    def _open(self, task_id: str, queue: str, blob: bytes) -> tuple[Chunk, list[list[Row]]]:
+        # The queue's name comes with the message, so it counts only as one of those we consume.
+        if queue not in self.queues:
+            raise BadMessage("names a queue this worker does not serve")
+        # Signed for the model's queue also when it was sent to this worker alone.
+        chunk = decode_chunk(self._chunks.open(queue, blob))
+        if chunk.id != task_id:
+            raise BadMessage("its task id is not the chunk's")
+        if chunk.model != self.model:
+            raise BadMessage("is for another model version")
+        if not _REPLY_TO.match(chunk.reply_to):
+            raise BadMessage("reply_to is no results queue")
+        rows = []
+        for part in chunk.slices:
+            if not is_batch_id(part.batch):
+                raise BadMessage("has a malformed batch id")
+            decoded = decode_rows(part.rows)
+            if not all(part.start <= row.pos < part.end and 0 <= row.url < len(URLS) for row in decoded):
+                raise BadMessage("has a row outside its slice or an unknown url")
+            rows.append(decoded)
+        return chunk, rows
+
+    def _run(self, chunk: Chunk, rows: list[list[Row]]) -> tuple[Ending, str]:
+        assert self._lane is not None
+        work = ChunkWork(chunk, rows, self.thread, self._lane)
+        run = ChunkRun(chunk, work, self.name, lambda results: self._send(chunk.reply_to, results))
+        self.runs[chunk.id] = run
+        self.leases.claim()
+        count = sum(len(part) for part in rows)
+        try:
+            reason = run.run()
+            if reason is None:
+                self._remember(chunk.id)
+        except Abandoned as exc:
+            log.warning("chunk given back", chunk=chunk.id, reason=str(exc))
+            return Ending.REQUEUE, "given back"
+        except BaseException as exc:
+            # Whatever it was, the chunk gets its final message and the thread its next chunk. The text of the
+            # exception stays here: it may quote a prompt.
+            log.error("chunk failed", chunk=chunk.id, error=type(exc).__name__)
+            work.abort(Abort.USER)
+            try:
+                run.fail("chunk_failed", f"the worker could not run it: {type(exc).__name__}")
+            except Abandoned:
+                return Ending.REQUEUE, "given back"
+            return Ending.DONE, f"failed: {type(exc).__name__}"
+        finally:
+            del self.runs[chunk.id]
+            self.leases.drop(chunk.id)
+        match reason:
+            case Abort.ENGINE:
+                self._park()
+            case Abort.DRAIN:
+                return Ending.REQUEUE, "given back"
+            case Abort.USER:
+                return Ending.TERMINATED, "terminated"
+            case Abort.EXPIRED:
+                return Ending.DONE, "too late"
+        return Ending.DONE, f"requests={count}"
+
+    def _send(self, queue: str, results: Results) -> None:
+        self.outbox.publish(queue, self._results.seal(queue, encode(results)))
+
+    def _remember(self, chunk_id: str) -> None:
+        with self._lock:
+            self._answered[chunk_id] = None
+            if len(self._answered) > REMEMBERED:
+                self._answered.popitem(last=False)
+
+    def _tick(self) -> None:
+        self.outbox.tick()
+        if parent.orphaned():
+            # The kernel's signal does this on Linux; elsewhere this is all there is.
+            die("its supervisor is gone")
+
+    def _engine_died(self, reason: str) -> None:
+        log.critical("the engine died", reason=reason)
+        self.abort_all(Abort.ENGINE)
+        threading.Thread(target=self._exit_after_last_words, args=(reason,), daemon=True).start()
+
+    def _exit_after_last_words(self, reason: str) -> None:
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self.runs and time.monotonic() < deadline:
+            time.sleep(0.02)
+        die(f"the engine died: {reason}")
+
+    @staticmethod
+    def _park() -> None:
+        """Never return: the process is about to exit, and returning would acknowledge the message."""
+        threading.Event().wait()
+
+
+def die(reason: str) -> None:
+    """End the process at once with status 70; its unacknowledged messages are delivered again."""
+    sys.stderr.write(f"workers: {reason}; exit {EXIT_ENGINE}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_ENGINE)

@@ -1,0 +1,94 @@
+"""Builds result messages: lines spliced from the engine's bytes, in columns, one part a batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from common.lines import answer_line, error_line
+from common.messages import Kind, Part, Row, Usage
+from workers.attempt import Tried
+
+#: What people read when a request got no answer, by the outcome's reason.
+_MESSAGES = {
+    "timeout": "the engine did not answer within {timeout:g} s",
+    "finish_abort": "the engine aborted the request before it was answered",
+    "unreadable_answer": "the engine's answer is not what its endpoint promises",
+}
+
+
+class Done(NamedTuple):
+    """A finished row: `part` says which of the chunk's slices it belongs to."""
+
+    part: int
+    row: Row
+    tried: Tried
+
+
+class _Columns:
+    __slots__ = ("kind", "length", "lines", "pos", "usage")
+
+    def __init__(self) -> None:
+        self.pos: list[int] = []
+        self.kind = bytearray()
+        self.length: list[int] = []
+        self.lines: list[bytes] = []
+        self.usage = Usage()
+
+
+def parts(done: list[Done], batches: list[str], marks: list[bytes], timeout_s: float) -> list[Part]:
+    """The parts of one message out of finished rows; `batches` and `marks` (encoded `Marks`) are per slice."""
+    found: dict[str, _Columns] = {}
+    for at, row, tried in done:
+        batch = batches[at]
+        columns = found.get(batch)
+        if columns is None:
+            columns = found[batch] = _Columns()
+        outcome = tried.outcome
+        line = _line(batch, row, tried, marks[at], timeout_s)
+        columns.pos.append(row.pos)
+        columns.kind.append(outcome.kind)
+        columns.length.append(len(line))
+        columns.lines.append(line)
+        if outcome.kind is Kind.OUTPUT:
+            usage = columns.usage
+            usage.prompt_tokens += outcome.prompt_tokens
+            usage.completion_tokens += outcome.completion_tokens
+            usage.cached_tokens += outcome.cached_tokens
+    return [
+        Part(
+            batch=batch,
+            pos=np.array(c.pos, dtype="<u4").tobytes(),
+            kind=bytes(c.kind),
+            length=np.array(c.length, dtype="<u4").tobytes(),
+            lines=b"".join(c.lines),
+            usage=c.usage,
+        )
+        for batch, c in found.items()
+    ]
+
+
+def _line(batch: str, row: Row, tried: Tried, marks: bytes, timeout_s: float) -> bytes:
+    kind, reason = tried.outcome.kind, tried.outcome.reason
+    if tried.status == 0 or (kind is Kind.RETRY and tried.status < 300):
+        # No answer, or one that is not believed: it must not reach a person as an answer.
+        reason = reason or "no_answer"
+        message = _MESSAGES.get(reason, "the engine did not answer the request ({reason})")
+        text = message.format(timeout=timeout_s, reason=reason)
+        return error_line(batch, row.index, row.custom_id, reason.removeprefix("finish_"), text, marks)
+    body = tried.body
+    if kind is not Kind.OUTPUT or b"\n" in body:
+        body = _one_line(body)
+    return answer_line(batch, row.index, row.custom_id, tried.status, body, marks)
+
+
+def _one_line(body: bytes) -> bytes:
+    """The body as JSON on one line, whatever a server in trouble wrote."""
+    try:
+        msgspec.json.decode(body)
+        return body if b"\n" not in body else msgspec.json.format(body, indent=-1)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        text = body[:1000].decode("utf-8", "replace")
+        return msgspec.json.encode({"error": {"message": text, "type": "InternalServerError"}})

@@ -1,0 +1,170 @@
+"""Starts worker processes and keeps them: restarts those that fail, drains all on SIGTERM, leaves nothing behind.
+
+Each child leads a process group of its own, so that a terminal's Ctrl-C or a signal to our group does not reach the
+engine's processes, which would abort their requests at once. What is left of the group when a child has ended is
+killed: the engine's processes hold the GPU's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from common import logs
+from common.errors import UsageError
+from workers.parent import SUPERVISOR_PID
+
+#: Seconds before the first restart; doubles with every failure in a row.
+BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 30.0
+#: A child that lived this long has not failed in a row.
+HEALTHY_S = 60.0
+#: Seconds a child has to end beyond the drain: requeueing, stopping the engine.
+GRACE_S = 45.0
+
+log = logs.get(__name__)
+
+
+@dataclass
+class Child:
+    """One worker process: how to start it, and how it stands."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    failures: int = 0
+    #: When to start it again, by the monotonic clock; None: not.
+    due: float | None = 0.0
+
+
+def backoff(failures: int) -> float:
+    """Seconds to wait before restart number `failures` (from 1)."""
+    return min(LONGEST_BACKOFF_S, BACKOFF_S * 2.0 ** (failures - 1))
+
+
+class Supervisor:
+    """Runs in the main thread, which starts all children: the kernel's parent-death signal hangs on that thread."""
+
+    def __init__(self, children: list[Child], drain_s: float) -> None:
+        self._children = children
+        self._drain_s = drain_s
+        self._signals = 0
+        self._deadline = 0.0
+        self._status = 0
+        self._killed = False
+
+    def run(self) -> int:
+        """Until every child has ended for good; returns 0, a child's status 2, or 1 when one had to be killed."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        try:
+            while True:
+                self._start_due()
+                if all(child.process is None and child.due is None for child in self._children):
+                    break
+                if select.select([reader], [], [], self._pause())[0]:
+                    os.read(reader, 4096)
+                self._reap()
+                if self._signals and time.monotonic() > self._deadline:
+                    self._kill_all()
+        finally:
+            self._kill_all()
+        log.info("all workers gone", killed=self._killed)
+        return self._status or int(self._killed)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._deadline = time.monotonic() + self._drain_s + GRACE_S
+        for child in self._children:
+            child.due = None
+            if child.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    # To the worker alone. The second one makes it skip the rest of its drain.
+                    child.process.send_signal(signal.SIGTERM)
+
+    def _start_due(self) -> None:
+        for child in self._children:
+            if child.process is None and child.due is not None and child.due <= time.monotonic():
+                env = {**os.environ, **child.env, SUPERVISOR_PID: str(os.getpid())}
+                child.process = subprocess.Popen(child.argv, env=env, start_new_session=True)
+                child.started_at = time.monotonic()
+                if self._signals:
+                    # One that came while it was being started has missed it.
+                    child.process.terminate()
+                log.info("worker started", node=child.name, pid=child.process.pid)
+
+    def _pause(self) -> float:
+        due = [child.due for child in self._children if child.due is not None and child.process is None]
+        if self._signals:
+            due.append(self._deadline)
+        # SIGCHLD wakes us; the second is for what might be missed.
+        return min(1.0, max(0.0, min(due, default=time.monotonic() + 1.0) - time.monotonic()))
+
+    def _reap(self) -> None:
+        for child in self._children:
+            process = child.process
+            if process is None or not _has_ended(process.pid):
+                continue
+            _kill_group(process.pid)
+            status = process.wait()
+            child.process = None
+            self._ended(child, status)
+
+    def _ended(self, child: Child, status: int) -> None:
+        if self._signals or status == 0:
+            child.due = None
+            log.info("worker ended", node=child.name, status=status)
+            return
+        if status == UsageError.exit_code:
+            # It has said what is wrong; starting it again would only say it again.
+            self._status = status
+            for other in self._children:
+                other.due = None
+                if other.process is not None:
+                    other.process.terminate()
+            self._signals += 1
+            self._deadline = time.monotonic() + self._drain_s + GRACE_S
+            return
+        if time.monotonic() - child.started_at > HEALTHY_S:
+            child.failures = 0
+        child.failures += 1
+        wait = backoff(child.failures)
+        child.due = time.monotonic() + wait
+        log.warning("worker failed; starting it again", node=child.name, status=status, seconds=wait)
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            child.due = None
+            if child.process is not None:
+                self._killed = True
+                log.error("worker killed: it did not end in time", node=child.name)
+                _kill_group(child.process.pid)
+                child.process.wait()
+                child.process = None
+
+
+def _has_ended(pid: int) -> bool:
+    # Not reaped yet, so that the group's number cannot belong to anybody else when it is killed.
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
