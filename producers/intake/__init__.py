@@ -3,6 +3,17 @@
 from producers.intake.options import Options
 from producers.intake.refusals import LineError, Rejected, Report
 from producers.intake.spool import recover, shard_of
-from producers.intake.submission import submit, submit_bytes, validate
+from producers.intake.submission import submit, submit_bytes, submit_stream, validate
 
-__all__ = ["LineError", "Options", "Rejected", "Report", "recover", "shard_of", "submit", "submit_bytes", "validate"]
+__all__ = [
+    "LineError",
+    "Options",
+    "Rejected",
+    "Report",
+    "recover",
+    "shard_of",
+    "submit",
+    "submit_bytes",
+    "submit_stream",
+    "validate",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import msgspec
 
@@ -65,6 +66,23 @@ def submit_bytes(
         return earlier
     with open_bytes(data, name) as opened:
         return _submit(opened, store, settings, registry, options, None)
+
+
+def submit_stream(
+    file: BinaryIO,
+    store: Store,
+    settings: Settings,
+    registry: Registry,
+    options: Options,
+    progress: Progress | None = None,
+    name: str = "stream",
+) -> Batch:
+    """As `submit`, out of an open binary file, read once and closed; `name` stands for it in messages."""
+    options.check()
+    with Source(name, file) as opened:
+        if (earlier := _earlier(store, options)) is not None:
+            return earlier
+        return _submit(opened, store, settings, registry, options, progress)
 
 
 def _earlier(store: Store, options: Options) -> Batch | None:

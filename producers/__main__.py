@@ -1,0 +1,16 @@
+"""The `producers` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line and exit with its code (docs/cli.md lists them)."""
+    from producers.cli.handler import run
+
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What people and programs are shown of a batch: one flat object, the same for the commands and the Python client."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from common.errors import UsageError
+from common.store import Store
+from producers import batch as batches
+from producers.batch import FINAL, Batch, Command, Heartbeat, Input, Status
+
+#: A coordinator whose heartbeat is older than this many seconds counts as gone.
+HEARTBEAT_S = 15.0
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    """OpenAI's request_counts: `completed` and `failed` have their final answer, the rest of `total` does not."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class TokenUsage(msgspec.Struct, frozen=True):
+    """Tokens of all answers so far, and how many requests the result cache answered."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cache_hits: int
+
+
+class BatchView(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch and where it stands. Times are Unix seconds. The JSON of this is stable: fields are only ever added."""
+
+    id: str
+    object: str = "batch"
+    status: str
+    #: Why it does not move, where it does not: `no_workers`, `no_coordinator`, …; null when all is well.
+    reason: str | None
+    model: str
+    name: str | None
+    metadata: dict[str, str]
+    request_counts: RequestCounts
+    in_flight: int
+    resent: int
+    usage: TokenUsage
+    input: Input
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    updated_at: float
+
+    @property
+    def final(self) -> bool:
+        """True when nothing will change any more."""
+        return self.status in FINAL
+
+    @property
+    def answered(self) -> int:
+        """Requests that have their final answer or error."""
+        return self.request_counts.completed + self.request_counts.failed
+
+
+def view(batch: Batch, status: Status, reason: str | None) -> BatchView:
+    """The view of a batch; `reason` takes the place of the coordinator's where it is not None."""
+    counts, usage = status.request_counts, status.usage
+    return BatchView(
+        id=batch.id,
+        status=status.status,
+        reason=None if status.status in FINAL else reason or status.reason,
+        model=batch.model,
+        name=batch.name,
+        metadata=batch.metadata,
+        request_counts=RequestCounts(batch.requests, counts.completed, counts.failed),
+        in_flight=status.in_flight,
+        resent=status.resent,
+        usage=TokenUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.cache_hits),
+        input=batch.input,
+        created_at=batch.created_at,
+        started_at=status.started_at,
+        finished_at=status.finished_at,
+        updated_at=status.updated_at,
+    )
+
+
+def heartbeat(store: Store, shard: int) -> Heartbeat | None:
+    """The last sign of life of a shard's coordinator; None when there never was one."""
+    try:
+        return msgspec.json.decode(store.read(f"coordinator/{shard}.json"), type=Heartbeat)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def alive(beat: Heartbeat | None, now: float) -> bool:
+    """Whether a heartbeat is recent, by the wall clock `now`."""
+    return beat is not None and now - beat.at <= HEARTBEAT_S
+
+
+def look(store: Store, batch_id: str, *, now: float | None = None) -> BatchView:
+    """Where a batch stands; `UsageError` when there is none."""
+    batch = batches.read_batch(store, batch_id)
+    beat = heartbeat(store, batch.shard)
+    there = alive(beat, time.time() if now is None else now)
+    return view(batch, batches.read_status(store, batch), None if there else "no_coordinator")
+
+
+def recent(store: Store, limit: int | None) -> list[BatchView]:
+    """The newest batches first, at most `limit` of them (None: all)."""
+    views: list[BatchView] = []
+    # Ids sort by their time of creation.
+    for batch_id in reversed(store.list("batches")):
+        if limit is not None and len(views) >= limit:
+            break
+        try:
+            views.append(look(store, batch_id))
+        except UsageError:
+            continue  # a folder without a batch: one that is being written, or nothing of ours
+    return views
+
+
+def ask_cancel(store: Store, batch_id: str, by: str = "") -> BatchView:
+    """Ask the coordinator to cancel a batch (it does so when it next looks); where the batch stood before.
+
+    Asking for a batch that has ended changes nothing.
+    """
+    from ulid import ULID
+
+    before = look(store, batch_id)
+    if not before.final:
+        command = Command(command="cancel", at=time.time(), by=by)
+        store.put_atomic(f"control/{batch_id}/{str(ULID()).lower()}.json", msgspec.json.encode(command))
+    return before

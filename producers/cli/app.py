@@ -1,0 +1,229 @@
+"""The grammar of the command line: every command with its arguments, options and help. What they do is elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="producers",
+    help="Offline batch inference: files of requests in, aligned files of answers out.",
+    epilog="Exit codes: 0 all answered, 1 some requests failed, 2 invalid input or usage, 3 broker or store "
+    "unreachable, 4 cancelled or expired. Settings: config/fleet.yaml and BATCHMILL_… variables.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+fleet_app = typer.Typer(
+    help="The embedded fleet: broker, coordinator and worker on this machine, used when no broker is configured.",
+    no_args_is_help=True,
+)
+app.add_typer(fleet_app, name="fleet")
+
+FileArgument = Annotated[
+    str, typer.Argument(metavar="FILE", help="JSON lines: a path, an fsspec URL, or - for stdin; .gz and .zst too.")
+]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="A batch id (batch_…).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout (docs/cli.md).")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="NAME[@VERSION]", help="Else the first request's, else the default."),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="DIR", help="Folder of the outputs. (default: ./batchmill-out/ID)"),
+]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option("--max-tokens-default", metavar="N", min=1, help="max_tokens of requests that name none."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Settings, instead of config/fleet.yaml."),
+    ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option("--models", metavar="FILE", help="Model registry, instead of config/models.yaml."),
+    ] = None,
+) -> None:
+    """Options of all commands."""
+    if version:
+        from importlib.metadata import version as installed
+
+        from producers.cli import say
+
+        say.out(f"batchmill {installed('batchmill')}")
+        raise typer.Exit
+    # By environment, so that the processes of an embedded fleet read the same files.
+    if config is not None:
+        os.environ["BATCHMILL_CONFIG"] = str(config.absolute())
+    if models is not None:
+        os.environ["BATCHMILL_MODELS"] = str(models.absolute())
+
+
+@app.command()
+def submit(
+    file: FileArgument,
+    model: ModelOption = None,
+    name: Annotated[str | None, typer.Option("--name", help="A name for people.")] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option("--metadata", metavar="K=V", help="Kept with the batch; may be given again."),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not follow; come back with watch.")] = False,
+    output: OutputOption = None,
+    max_tokens_default: MaxTokensOption = None,
+    skip_invalid: Annotated[
+        bool, typer.Option("--skip-invalid", help="Bad lines become error results instead of refusing the file.")
+    ] = False,
+    cache: Annotated[
+        str | None,
+        typer.Option("--cache", metavar="MODE", help="Result cache: off, read, write or on. (default: the settings')"),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", help="Time one request may take in the engine."),
+    ] = None,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option("--idempotency-key", metavar="KEY", help="The same key again gives the same batch, not another."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Check a file of requests, enqueue it, follow it and put its outputs.
+
+    Ctrl-C stops following, not the batch.
+    """
+    from producers.cli.submit import Wish, submit
+
+    return submit(
+        Wish(
+            source=file,
+            model=model,
+            name=name,
+            metadata=metadata or [],
+            detach=detach,
+            output=output,
+            max_tokens_default=max_tokens_default,
+            skip_invalid=skip_invalid,
+            cache=cache,
+            timeout_s=timeout,
+            idempotency_key=idempotency_key,
+            as_json=as_json,
+        )
+    )
+
+
+@app.command()
+def validate(
+    file: FileArgument,
+    model: ModelOption = None,
+    max_tokens_default: MaxTokensOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Check a file of requests. Needs no broker and enqueues nothing."""
+    from producers.cli.validate import validate
+
+    return validate(file, model=model, max_tokens_default=max_tokens_default, as_json=as_json)
+
+
+@app.command()
+def status(batch_id: IdArgument, as_json: JsonOption = False) -> int:
+    """Where a batch stands."""
+    from producers.cli.batches import status
+
+    return status(batch_id, as_json=as_json)
+
+
+@app.command()
+def watch(batch_id: IdArgument, output: OutputOption = None, as_json: JsonOption = False) -> int:
+    """Follow a batch until it ends, then put its outputs.
+
+    Ctrl-C stops following, not the batch.
+    """
+    from producers.cli.watch import watch
+
+    return watch(batch_id, output=output, as_json=as_json)
+
+
+@app.command("list")
+def list_batches(
+    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="How many, newest first.")] = 20,
+    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """The newest batches."""
+    from producers.cli.batches import show
+
+    return show(limit=None if everything else limit, as_json=as_json)
+
+
+@app.command()
+def cancel(batch_id: IdArgument, as_json: JsonOption = False) -> int:
+    """Cancel a batch: what is answered is kept, the rest becomes error results."""
+    from producers.cli.batches import cancel
+
+    return cancel(batch_id, as_json=as_json)
+
+
+@app.command()
+def results(
+    batch_id: IdArgument,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Folder; - for all lines on stdout. (default: ./batchmill-out/ID)"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Put the outputs of a batch."""
+    from producers.cli.results import results
+
+    return results(batch_id, output=output, as_json=as_json)
+
+
+@app.command()
+def coordinate(
+    shard: Annotated[int, typer.Option("--shard", metavar="N", min=0, help="The shard of batches to run.")] = 0,
+) -> int:
+    """Run a coordinator: dispatches batches, collects and logs results, writes the outputs. SIGTERM ends it cleanly."""
+    from producers.cli.coordinate import coordinate
+
+    return coordinate(shard)
+
+
+@fleet_app.command("up")
+def fleet_up(model: ModelOption = None, as_json: JsonOption = False) -> int:
+    """Bring it up with a worker of a model, to stay until `fleet down`."""
+    from producers.cli.fleet import up
+
+    return up(model=model, as_json=as_json)
+
+
+@fleet_app.command("down")
+def fleet_down(
+    now: Annotated[bool, typer.Option("--now", help="Do not let workers finish what they run.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """End it. Unfinished batches wait in the store."""
+    from producers.cli.fleet import down
+
+    return down(now=now, as_json=as_json)
+
+
+@fleet_app.command("status")
+def fleet_status(as_json: JsonOption = False) -> int:
+    """What runs, and where its logs are. Exit code 3 when none runs."""
+    from producers.cli.fleet import show
+
+    return show(as_json=as_json)

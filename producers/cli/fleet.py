@@ -1,0 +1,75 @@
+"""`producers fleet up|status|down`."""
+
+from __future__ import annotations
+
+import time
+
+from rich.markup import escape
+from rich.table import Table
+
+from common.errors import UsageError
+from producers import embedded
+from producers.cli import exits, say, surroundings, wording
+from producers.embedded import Record
+
+#: Stay until told to end.
+FOR_GOOD = -1.0
+
+
+def up(*, model: str | None, as_json: bool) -> int:
+    """Bring the fleet up to stay; with a model, wait until it is loaded."""
+    settings = surroundings.load_settings()
+    registry = surroundings.load_registry(settings)
+    if settings.broker.url is not None:
+        raise UsageError("broker.url is set, so this machine uses that fleet; unset it to use the embedded one")
+    wanted = registry.resolve(model or settings.inference.default_model)
+    with embedded.ensure(settings, registry, wanted, linger_s=FOR_GOOD, say=say.err) as fleet:
+        if fleet.notice is not None:
+            say.err(f"producers: warning: {fleet.notice}")
+    return show(as_json=as_json)
+
+
+def down(*, now: bool, as_json: bool) -> int:
+    """End the fleet; unfinished batches wait in the store."""
+    settings = surroundings.load_settings()
+    ended = embedded.down(drain_s=settings.inference.drain_s, kill_now=now)
+    if as_json:
+        say.json({"ended": ended})
+    else:
+        say.out("the fleet has ended" if ended else "no fleet was running")
+    return exits.ANSWERED
+
+
+def show(*, as_json: bool) -> int:
+    """What runs; exit code 0 while it does, 3 when it does not."""
+    record = embedded.status()
+    if as_json:
+        say.json(record)
+    else:
+        say.render(card(record, time.time()))
+    return exits.ANSWERED if record.state in ("starting", "up", "stopping") else exits.UNREACHABLE
+
+
+def card(record: Record, now: float) -> Table:
+    """The fleet as rows of name and value."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    running = record.state in ("starting", "up", "stopping")
+    grid.add_row("fleet", record.state)
+    if record.problem:
+        grid.add_row("", escape(wording.plain(record.problem)))
+    for process in record.processes:
+        again = f", started {wording.number(process.restarts, 'time')} again" if process.restarts else ""
+        grid.add_row(escape(process.name), f"pid {process.pid}{again}")
+    for worker in record.workers:
+        detail = f": {worker.detail}" if worker.detail else ""
+        grid.add_row("model", escape(wording.plain(f"{worker.model} {worker.state}{detail}")))
+    if running and record.started_at:
+        grid.add_row("up for", wording.ago(now - record.started_at))
+    if running and record.ends_at is not None:
+        grid.add_row("ends in", f"{wording.ago(record.ends_at - now)} if nothing is asked of it")
+    if record.store:
+        grid.add_row("store", escape(record.store))
+    grid.add_row("logs", escape(record.logs))
+    return grid

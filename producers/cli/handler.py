@@ -1,0 +1,62 @@
+"""Runs a command line and turns whatever comes out of it into an exit code and, for errors, one line on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from common.errors import BatchmillError
+from producers.cli import exits, say
+
+#: Set to 1, errors show their traceback.
+DEBUG = "BATCHMILL_DEBUG"
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit code of `producers ARGV…`; never raises."""
+    from producers.cli.app import app
+
+    return guard("producers", lambda: app(list(argv), prog_name="producers", standalone_mode=False))
+
+
+def guard(name: str, call: Callable[[], Any]) -> int:
+    """Run `call`; its int is the exit code, None is 0, an exception is told in one line."""
+    try:
+        code = call()
+    except say.PipeClosed:
+        return exits.PIPE_CLOSED
+    except KeyboardInterrupt:
+        say.err("")
+        return exits.DETACHED
+    except BatchmillError as exc:
+        return _tell(name, str(exc), exc.exit_code)
+    except SystemExit as exc:
+        return exc.code if isinstance(exc.code, int) else exits.BUG
+    except Exception as exc:
+        usage = getattr(exc, "format_message", None)
+        if usage is not None:  # the parser's own errors: an unknown option, a missing argument
+            return _tell(name, f"{_sentence(usage())} (see {_help_of(exc, name)})", exits.INVALID)
+        _tell(name, f"unexpected {type(exc).__name__}: {exc}; this is a bug", exits.BUG)
+        if os.environ.get(DEBUG) != "1":
+            say.err(f"{name}: set {DEBUG}=1 and run it again to see the traceback")
+        return exits.BUG
+    return code if isinstance(code, int) else exits.ANSWERED
+
+
+def _tell(name: str, message: str, code: int) -> int:
+    if os.environ.get(DEBUG) == "1":
+        traceback.print_exc(file=sys.stderr)
+    say.err(f"{name}: error: {' '.join(message.split())}")
+    return code
+
+
+def _sentence(text: str) -> str:
+    return text[:1].lower() + text[1:].rstrip(".")
+
+
+def _help_of(exc: Exception, name: str) -> str:
+    context = getattr(exc, "ctx", None)
+    return f"{context.command_path if context is not None else name} --help"

@@ -1,0 +1,46 @@
+"""`producers results`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import UsageError
+from producers import outputs
+from producers.batch_view import look
+from producers.cli import exits, say, surroundings, wording
+from producers.cli.watch import default_folder, hand_over
+
+STDOUT = "-"
+
+
+def results(batch_id: str, *, output: str | None, as_json: bool) -> int:
+    """Put the outputs of a batch; the outcome of one that has ended is the exit code."""
+    settings = surroundings.load_settings()
+    store = surroundings.store_of(settings)
+    seen = look(store, batch_id)
+    if not seen.final:
+        raise UsageError(
+            f"{batch_id} is {wording.status(seen)} ({seen.answered:,} of {seen.request_counts.total:,} done): "
+            f"wait for it with 'producers watch {batch_id}'"
+        )
+    if output == STDOUT:
+        to_stdout(outputs.lines(store, batch_id), as_json=as_json)
+        return exits.of_batch(seen.status, seen.request_counts.failed)
+    return hand_over(store, seen, target_of(output, batch_id), as_json=as_json)
+
+
+def target_of(output: str | None, batch_id: str) -> Path:
+    """The folder to put outputs into, which can be written."""
+    target = Path(output) if output is not None else default_folder(batch_id)
+    outputs.check_folder(target)
+    return target
+
+
+def to_stdout(lines: Iterator[bytes], *, as_json: bool) -> None:
+    """Result lines as they are."""
+    if as_json:
+        raise UsageError("--output - and --json both want stdout; choose one")
+    for line in lines:
+        say.raw(line)
+    say.flush()

@@ -1,0 +1,103 @@
+"""What goes to the two streams: results to stdout, everything else to stderr.
+
+All output passes here, so that a reader that goes away (`producers list | head -1`) ends a command quietly, and a
+closed stderr never ends one that is at work.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+class PipeClosed(Exception):
+    """Nobody reads stdout any more."""
+
+
+def out(text: str) -> None:
+    """One or more lines to stdout; `PipeClosed` when nobody reads it."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        raise PipeClosed from None
+
+
+def raw(data: bytes) -> None:
+    """Bytes to stdout as they are; `PipeClosed` when nobody reads it."""
+    try:
+        sys.stdout.buffer.write(data)
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        raise PipeClosed from None
+
+
+def flush() -> None:
+    """Write out what `raw` left buffered."""
+    try:
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        raise PipeClosed from None
+
+
+def err(text: str) -> None:
+    """A line to stderr."""
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except BrokenPipeError:
+        _silence(sys.stderr)
+
+
+def json(value: Any) -> None:
+    """One JSON document to stdout, indented on a terminal, on one line elsewhere."""
+    import msgspec
+
+    data = msgspec.json.encode(value)
+    if sys.stdout.isatty():
+        data = msgspec.json.format(data, indent=2)
+    out(data.decode())
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console on one of the streams, 80 columns wide where there is no terminal to ask."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else _columns(), highlight=False, soft_wrap=False)
+
+
+def render(what: RenderableType) -> None:
+    """A rich table or text to stdout, with colours only on a terminal."""
+    screen = console()
+    with screen.capture() as captured:
+        screen.print(what)
+    out(captured.get().rstrip("\n"))
+
+
+def quiet(_text: str) -> None:
+    """Takes what `err` would show."""
+
+
+def sink(silent: bool) -> Callable[[str], None]:
+    """`err`, or `quiet`."""
+    return quiet if silent else err
+
+
+def _columns() -> int:
+    try:
+        return max(40, int(os.environ.get("COLUMNS", "80")))
+    except ValueError:
+        return 80
+
+
+def _silence(stream: Any) -> None:
+    # The interpreter flushes the stream once more at exit and would complain there.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

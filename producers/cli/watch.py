@@ -1,0 +1,130 @@
+"""`producers watch`, and how `submit` follows what it enqueued."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from common.errors import BatchmillError
+from common.settings import Settings
+from common.store import Store
+from producers.batch_view import BatchView, look
+from producers.cli import exits, say, surroundings, wording
+from producers.cli.progress import display
+from producers.following import follow
+from producers.outputs import Outputs, check_folder, deliver
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of `submit` and `watch`: the view's fields, and where the outputs are (null: they are not put)."""
+
+    batch: BatchView
+    outputs: Outputs | None
+
+    def flat(self) -> dict[str, object]:
+        """One object."""
+        return {**msgspec.to_builtins(self.batch), "outputs": msgspec.to_builtins(self.outputs)}
+
+
+def default_folder(batch_id: str) -> Path:
+    """Where outputs go when nobody says."""
+    return Path("batchmill-out") / batch_id
+
+
+def watch(batch_id: str, *, output: Path | None, as_json: bool) -> int:
+    """Follow a batch to its end; its outcome is the exit code."""
+    settings = surroundings.load_settings()
+    store = surroundings.store_of(settings)
+    seen = look(store, batch_id)
+    target = output or default_folder(batch_id)
+    check_folder(target)
+    if seen.final:
+        return hand_over(store, seen, target, as_json=as_json)
+    return to_the_end(store, seen, settings, output, as_json=as_json)
+
+
+def to_the_end(store: Store, seen: BatchView, settings: Settings, output: Path | None, *, as_json: bool) -> int:
+    """Follow, with somebody to run the batch, until it has ended; then put its outputs."""
+    try:
+        with terminated_like_interrupted(), running_fleet(settings, seen) as attend, display() as show:
+            for view in follow(store, seen.id):
+                seen = attend(view)
+                show(seen)
+    except KeyboardInterrupt:
+        way_back(seen.id, output)
+        return exits.DETACHED
+    return hand_over(store, seen, output or default_folder(seen.id), as_json=as_json)
+
+
+def hand_over(store: Store, seen: BatchView, target: Path, *, as_json: bool) -> int:
+    """Put the outputs of a batch that has ended, and tell how it did."""
+    tell(seen, deliver(store, seen.id, target), as_json=as_json)
+    return exits.of_batch(seen.status, seen.request_counts.failed)
+
+
+@contextlib.contextmanager
+def running_fleet(settings: Settings, seen: BatchView) -> Iterator[Callable[[BatchView], BatchView]]:
+    """See to it that somebody runs the batch; yields what looks after that, given every view.
+
+    A configured fleet runs by itself: no more than a warning is said here. The embedded one is brought up, and does not
+    end before this block does.
+    """
+    if settings.broker.url is not None:
+        if seen.reason == "no_coordinator":
+            say.err("producers: warning: no coordinator has been seen lately; start one: producers coordinate")
+        yield lambda view: view
+        return
+    from producers import embedded
+    from producers.attendant import Attendant
+
+    registry = surroundings.load_registry(settings)
+    try:
+        fleet = embedded.ensure(settings, registry, seen.model, say=say.err)
+    except BatchmillError as exc:
+        raise type(exc)(f"{exc}; {seen.id} is kept, 'producers watch {seen.id}' goes on with it") from None
+    with fleet:
+        if fleet.notice is not None:
+            say.err(f"producers: warning: {fleet.notice}")
+        yield Attendant(fleet, say.err)
+
+
+def tell(seen: BatchView, outputs: Outputs | None, *, as_json: bool) -> None:
+    """The end of a batch, on stdout."""
+    if as_json:
+        say.json(Ended(batch=seen, outputs=outputs).flat())
+        return
+    said = [wording.ending(seen)]
+    if outputs is not None:
+        said += [f"  output   {outputs.output}", f"  errors   {outputs.errors}", f"  summary  {outputs.summary}"]
+    say.out("\n".join(said))
+
+
+def way_back(batch_id: str, named: Path | None) -> None:
+    """How to come back to a batch that is no longer followed."""
+    where = f" --output {named}" if named else ""
+    say.err(f"\nNo longer following; {batch_id} goes on.")
+    say.err(f"  come back   producers watch {batch_id}{where}")
+    say.err(f"  cancel it   producers cancel {batch_id}")
+
+
+@contextlib.contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends following the way Ctrl-C does: the screen is put right and the way back is said."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: signals are the caller's business
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

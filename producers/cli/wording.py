@@ -1,0 +1,114 @@
+"""How a batch is put into words: statuses, reasons, durations, rates. Pure."""
+
+from __future__ import annotations
+
+from producers.batch_view import BatchView
+from producers.following import Pace
+
+#: What to say, and do, when a batch does not move.
+_REASONS = {
+    "no_workers": "waiting: no worker serves {model}; start one: workers start --model {model}",
+    "no_coordinator": "waiting: no coordinator runs; start one: producers coordinate, or: producers fleet up",
+    "loading_model": "loading model {model}",
+    "starting_worker": "starting a worker of {model}",
+    "waiting_for_devices": "waiting: another model has the GPUs",
+    "disk_full": "waiting: the disk of the store or its log is full",
+    "no_broker": "waiting: the broker does not answer",
+}
+
+
+def reason(seen: BatchView) -> str | None:
+    """Why a batch does not move, or None."""
+    if seen.reason is None:
+        return None
+    known = _REASONS.get(seen.reason)
+    if known is not None:
+        return known.format(model=seen.model)
+    return seen.reason.replace("_", " ") if seen.reason.isidentifier() else seen.reason
+
+
+def status(seen: BatchView) -> str:
+    """`in_progress` as `in progress`."""
+    return seen.status.replace("_", " ")
+
+
+def number(count: int, noun: str) -> str:
+    """`1 request`, `2,000 requests`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def percent(seen: BatchView) -> int:
+    """Whole percent that are done; 100 only when all are."""
+    total = seen.request_counts.total
+    return 100 * seen.answered // total if total else 100
+
+
+def compact(number: int) -> str:
+    """A count in at most five characters: `999`, `12.8k`, `1.0M`."""
+    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number // size}{unit}" if number >= 100 * size else f"{number // (size // 10) / 10:.1f}{unit}"
+    return str(number)
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:34`, `1:02:03`; whole seconds, rounded up so that it never says 0:00 before the end."""
+    whole = max(0, int(seconds) + (seconds > int(seconds)))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def ago(seconds: float) -> str:
+    """`12 s`, `5 min`, `3 h`, `9 d`."""
+    for span, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * span:
+            return f"{int(seconds // span)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def plain(text: str) -> str:
+    """Text without characters that would steer a terminal."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def rate(per_s: float, unit: str) -> str:
+    """`0.4 req/s`, `12.3 req/s`, `1,234 req/s`."""
+    return f"{per_s:,.0f} {unit}" if per_s >= 100 else f"{per_s:.1f} {unit}"
+
+
+def facts(seen: BatchView, pace: Pace) -> list[str]:
+    """The facts beside the bar, the most telling first."""
+    said = []
+    if seen.request_counts.failed:
+        said.append(f"{seen.request_counts.failed:,} failed")
+    if pace.requests_per_s > 0:
+        said.append(rate(pace.requests_per_s, "req/s"))
+    if pace.tokens_per_s > 0:
+        said.append(rate(pace.tokens_per_s, "tok/s"))
+    if seen.usage.cache_hits:
+        said.append(f"{seen.usage.cache_hits:,} cache hits")
+    if pace.left_s is not None and not seen.final:
+        said.append(f"{duration(pace.left_s)} left")
+    return said
+
+
+def line(seen: BatchView, pace: Pace) -> str:
+    """The whole state in one line, for where there is no terminal."""
+    counts = seen.request_counts
+    said = [f"{seen.id} {status(seen)}", f"{seen.answered:,}/{counts.total:,} done", *facts(seen, pace)]
+    why = reason(seen)
+    return ", ".join([*said, *([why] if why else [])])
+
+
+def ending(seen: BatchView) -> str:
+    """How a batch ended, in one line."""
+    counts = seen.request_counts
+    text = f"{seen.id} {status(seen)}: {counts.completed:,} answered, {counts.failed:,} failed"
+    if seen.started_at is not None and seen.finished_at is not None and seen.finished_at > seen.started_at:
+        span = seen.finished_at - seen.started_at
+        text += f" in {span:.1f} s" if span < 60 else f" in {duration(span)}"
+        text += f" ({rate(seen.answered / span, 'requests/s')}"
+        tokens = seen.usage.completion_tokens
+        text += f", {rate(tokens / span, 'tokens/s')})" if tokens else ")"
+    return text

@@ -1,0 +1,232 @@
+"""The Python client: submit requests, follow them, read the answers in order.
+
+    from producers.client import Client
+
+    with Client() as client:
+        batch = client.submit({"custom_id": str(n), "body": {"prompt": text}} for n, text in enumerate(texts))
+        client.wait(batch.id)
+        for line in client.results(batch.id):
+            print(line["custom_id"], line["response"])
+
+It does what the `producers` command does, on the same settings: with a broker configured it leaves batches to that
+fleet, with none it brings the embedded fleet up. Every error a caller can cause is a `common.errors.BatchmillError`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
+
+import msgspec
+
+from common import places
+from common import registry as registry_module
+from common import settings as settings_module
+from common.errors import UsageError
+from common.registry import Registry
+from common.settings import Settings
+from common.store import open_store
+from producers import intake, outputs
+from producers.batch_view import BatchView, ask_cancel, look, recent
+from producers.following import follow
+from producers.intake import Options
+from producers.reachability import check_fleet
+
+if TYPE_CHECKING:
+    from producers.embedded import Fleet
+
+#: `Client.list` hides the type of that name.
+Views = list[BatchView]
+
+#: What can be submitted: a path or URL, an open binary file, or requests as mappings.
+Source = str | os.PathLike[str] | BinaryIO | Iterable[Mapping[str, Any]]
+
+
+class Client:
+    """One user of one fleet. Not for several threads at a time; cheap to make.
+
+    `settings`: None reads config/fleet.yaml and the environment, as the commands do. `models`: None reads
+    config/models.yaml. Closing it (or leaving its `with` block) ends nothing: batches go on.
+    """
+
+    def __init__(self, settings: Settings | None = None, models: Registry | None = None) -> None:
+        self.settings = settings if settings is not None else settings_module.load()
+        self._models = models
+        self.store = open_store(places.store_url(self.settings))
+        self._fleet: Fleet | None = None
+
+    @property
+    def models(self) -> Registry:
+        """The model registry."""
+        if self._models is None:
+            self._models = registry_module.load()
+        return self._models
+
+    def submit(
+        self,
+        source: Source,
+        *,
+        model: str | None = None,
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        skip_invalid: bool = False,
+        max_tokens_default: int | None = None,
+        cache: str | None = None,
+        timeout_s: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> BatchView:
+        """Check requests and enqueue them as one batch; streams, whatever the size.
+
+        A mapping is one line of the file (docs/file-formats.md). Raises `InvalidInput` (its `report` lists the bad
+        lines) with nothing enqueued, `UsageError`, `Unreachable`.
+        """
+        options = Options(
+            model=model,
+            name=name,
+            metadata=dict(metadata or {}),
+            skip_invalid=skip_invalid,
+            max_tokens_default=max_tokens_default,
+            cache=cache,
+            timeout_s=timeout_s,
+            idempotency_key=idempotency_key,
+        )
+        opened = _opened(source)
+        if self.settings.broker.url is not None:
+            check_fleet(self.settings, self.store)
+        if isinstance(opened, str):
+            batch = intake.submit(opened, self.store, self.settings, self.models, options)
+        else:
+            batch = intake.submit_stream(opened, self.store, self.settings, self.models, options)
+        self._see_to_a_fleet(batch.model)
+        return look(self.store, batch.id)
+
+    def status(self, batch_id: str) -> BatchView:
+        """Where a batch stands; `UsageError` when there is none."""
+        return look(self.store, batch_id)
+
+    def list(self, limit: int | None = 20) -> Views:
+        """The newest batches, newest first."""
+        return recent(self.store, limit)
+
+    def cancel(self, batch_id: str) -> BatchView:
+        """Ask for a batch to be cancelled, and return at once; nothing happens to one that has ended."""
+        ask_cancel(self.store, batch_id, by="client")
+        return look(self.store, batch_id)
+
+    def wait(
+        self,
+        batch_id: str,
+        timeout_s: float | None = None,
+        on_update: Callable[[BatchView], None] | None = None,
+    ) -> BatchView:
+        """Block until a batch has ended; its last view. `on_update` is given every view on the way.
+
+        Raises `TimeoutError` when it has not ended in time (it goes on), `UsageError` when there is none, `Unreachable`
+        when the store, or an embedded fleet that is needed, is gone.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        seen = look(self.store, batch_id)
+        attend = (lambda view: view) if seen.final else self._attendant(seen)
+
+        def pause(seconds: float) -> None:
+            left = seconds if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{batch_id} has not ended within {timeout_s:g} s; it goes on")
+            time.sleep(min(seconds, left))
+
+        for view in follow(self.store, batch_id, pause=pause):
+            seen = attend(view)
+            if on_update is not None:
+                on_update(seen)
+        return seen
+
+    def results(self, batch_id: str) -> Iterator[dict[str, Any]]:
+        """The result lines of a batch that has ended, answers and errors, in the order of its input.
+
+        A line is `{"id", "custom_id", "response", "error", "batchmill"}` (docs/file-formats.md). Raises `UsageError`
+        when the batch has not ended.
+        """
+        seen = look(self.store, batch_id)
+        if not seen.final:
+            raise UsageError(f"{batch_id} is {seen.status}: its results are there when it has ended; use wait()")
+        return map(msgspec.json.decode, outputs.lines(self.store, batch_id))
+
+    def save(self, batch_id: str, folder: str | os.PathLike[str]) -> outputs.Outputs:
+        """Copy the outputs of a batch that has ended into a folder: output.jsonl, errors.jsonl, summary.json."""
+        target = Path(folder)
+        outputs.check_folder(target)
+        if not look(self.store, batch_id).final:
+            raise UsageError(f"{batch_id} has not ended: its outputs are there when it has; use wait()")
+        return outputs.deliver(self.store, batch_id, target)
+
+    def close(self) -> None:
+        """Let an embedded fleet end by itself once it has nothing to do."""
+        fleet, self._fleet = self._fleet, None
+        if fleet is not None:
+            fleet.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _see_to_a_fleet(self, model: str) -> Fleet | None:
+        if self.settings.broker.url is not None:
+            return None
+        from producers import embedded
+
+        if self._fleet is None or self._fleet.model != model:
+            self.close()
+            self._fleet = embedded.ensure(self.settings, self.models, model)
+        return self._fleet
+
+    def _attendant(self, seen: BatchView) -> Callable[[BatchView], BatchView]:
+        fleet = self._see_to_a_fleet(seen.model)
+        if fleet is None:
+            return lambda view: view
+        from producers.attendant import Attendant
+
+        return Attendant(fleet, lambda _line: None)
+
+
+class _Lines(io.RawIOBase):
+    """Requests as the file that they would be, made while it is read."""
+
+    def __init__(self, requests: Iterable[Mapping[str, Any]]) -> None:
+        self._requests = iter(requests)
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while len(self._rest) < len(buffer):
+            try:
+                request = next(self._requests)
+            except StopIteration:
+                break
+            self._rest += msgspec.json.encode(request) + b"\n"
+        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def _opened(source: Source) -> str | BinaryIO:
+    """What intake reads: a path or URL, or a stream."""
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source)
+    if isinstance(source, bytes | Mapping):
+        raise UsageError("submit takes a path, a binary file or an iterable of requests, not one request or its bytes")
+    if isinstance(source, io.TextIOBase):
+        raise UsageError("submit takes a binary file: open it with mode 'rb'")
+    if hasattr(source, "read"):
+        return cast(BinaryIO, source)
+    return io.BufferedReader(_Lines(source), 1 << 18)

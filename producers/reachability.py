@@ -1,0 +1,24 @@
+"""Whether a configured fleet can be expected to run a batch, asked before one is enqueued."""
+
+from __future__ import annotations
+
+import time
+
+from common.settings import Settings
+from common.store import Store
+from producers.batch_view import alive, heartbeat
+
+
+def check_fleet(settings: Settings, store: Store) -> bool:
+    """True when a coordinator has been seen lately; `Unreachable` when there is none and no broker either.
+
+    A batch only needs the store to be enqueued, and a machine that submits need not reach the broker. But where neither
+    a coordinator nor a broker is to be found, the settings are more likely wrong than the fleet asleep.
+    """
+    now = time.time()
+    if any(alive(heartbeat(store, shard), now) for shard in range(settings.scheduler.shards)):
+        return True
+    from common.broker import connect
+
+    connect(settings).release()
+    return False

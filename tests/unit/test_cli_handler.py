@@ -1,0 +1,248 @@
+"""Whatever goes wrong becomes an exit code and one line; `--help` stays light."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import InvalidInput, Unreachable, UsageError
+from common.store import LocalStore
+from producers.cli import exits, say
+from producers.cli.handler import guard, run
+from tests.support import stored
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings, and a home folder of one's own."""
+    monkeypatch.setenv("BATCHMILL_HOME", str(tmp_path / "home"))
+    # Empty means unset; options that set these are undone after the test.
+    monkeypatch.setenv("BATCHMILL_CONFIG", "")
+    monkeypatch.setenv("BATCHMILL_MODELS", "")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """The store that the commands see."""
+    return LocalStore(tmp_path / "home" / "store")
+
+
+def _fail(exc: BaseException) -> int:
+    def call() -> None:
+        raise exc
+
+    return guard("producers", call)
+
+
+@pytest.mark.parametrize(
+    ("exc", "code"),
+    [
+        (UsageError("no such thing;\nuse another"), exits.INVALID),
+        (InvalidInput("line 3"), exits.INVALID),
+        (Unreachable("nobody there"), exits.UNREACHABLE),
+    ],
+)
+def test_a_users_error_is_one_line(exc: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _fail(exc) == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == f"producers: error: {' '.join(str(exc).split())}\n"
+
+
+def test_a_bug_is_short_and_says_how_to_see_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _fail(RuntimeError("boom")) == exits.BUG
+    short = capsys.readouterr().err
+    assert "Traceback" not in short
+    assert "BATCHMILL_DEBUG=1" in short
+    monkeypatch.setenv("BATCHMILL_DEBUG", "1")
+    assert _fail(RuntimeError("boom")) == exits.BUG
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_other_ends_have_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _fail(KeyboardInterrupt()) == 130
+    assert _fail(say.PipeClosed()) == 141
+    assert _fail(SystemExit(5)) == 5
+    assert guard("producers", lambda: 3) == 3
+    assert guard("producers", lambda: None) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "failed", "code"),
+    [("completed", 0, 0), ("completed", 1, 1), ("failed", 0, 1), ("cancelled", 9, 4), ("expired", 0, 4)],
+)
+def test_the_outcome_of_a_batch_is_the_code(status: str, failed: int, code: int) -> None:
+    assert exits.of_batch(status, failed) == code
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["submit"], "missing argument"),
+        (["submit", "x", "--nonsense"], "no such option: --nonsense"),
+        (["nonsense"], "nonsense"),
+        (["list", "-n", "0"], "'--limit'"),
+        (["status", "batch_1"], "is not a batch id"),
+        (["status", "../../etc"], "is not a batch id"),
+        (["cancel", "batch_01k00000000000000000000000"], "no batch"),
+        (["watch", "batch_01k00000000000000000000000"], "no batch"),
+        (["--config", "/nonexistent.yaml", "list"], "/nonexistent.yaml: cannot be read"),
+    ],
+)
+def test_wrong_usage_is_two_and_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argv) == exits.INVALID
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("producers: error: ")
+    assert shown.err.count("\n") == 1
+    assert says in shown.err
+
+
+def test_a_store_that_cannot_be_opened_is_three(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BATCHMILL_STORE_URL", str(tmp_path / "file" / "store"))
+    assert run(["list"]) == exits.UNREACHABLE
+    assert "cannot be opened" in capsys.readouterr().err
+
+
+def test_status_and_list_as_json_are_stable(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    of = stored.batch(store, name="n", metadata={"k": "v"})
+    stored.status(store, of, "in_progress", 4, 1, started_at=stored.NOW, in_flight=2, resent=3)
+    assert run(["status", of.id, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {
+        "id": of.id,
+        "object": "batch",
+        "status": "in_progress",
+        "reason": "no_coordinator",
+        "model": of.model,
+        "name": "n",
+        "metadata": {"k": "v"},
+        "request_counts": {"total": 10, "completed": 4, "failed": 1},
+        "in_flight": 2,
+        "resent": 3,
+        "usage": {"prompt_tokens": 100, "completion_tokens": 200, "cached_tokens": 30, "cache_hits": 4},
+        "input": {"name": "in.jsonl", "bytes": 1234, "digest": "0" * 64},
+        "created_at": of.created_at,
+        "started_at": stored.NOW,
+        "finished_at": None,
+        "updated_at": 0.0,
+    }
+    stored.heartbeat(store, time.time())
+    newer = stored.batch(store)
+    assert run(["list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed == {"object": "list", "data": [listed["data"][0], shown | {"reason": None}]}
+    assert listed["data"][0]["id"] == newer.id
+    assert run(["list", "--json", "-n", "1"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["data"]) == 1
+
+
+def test_cancel_leaves_a_command_and_never_for_what_has_ended(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of = stored.batch(store)
+    assert run(["cancel", of.id, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"id": of.id, "asked": True, "status": "queued"}
+    assert "no coordinator runs" in shown.err
+    (command,) = store.list(f"control/{of.id}")
+    assert json.loads(store.read(f"control/{of.id}/{command}"))["command"] == "cancel"
+    stored.status(store, of, "completed", 10)
+    assert run(["cancel", of.id]) == 0
+    assert "nothing to cancel" in capsys.readouterr().out
+    assert len(store.list(f"control/{of.id}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "failed", "code"), [("completed", set[int](), 0), ("completed", {1}, 1), ("cancelled", {1, 2}, 4)]
+)
+def test_watch_and_results_put_the_outputs_and_exit_by_the_outcome(
+    store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str, failed: set[int], code: int
+) -> None:
+    of = stored.batch(store)
+    made = stored.outputs(store, of, failed)
+    stored.status(store, of, status, 10 - len(failed), len(failed), started_at=1.0, finished_at=3.0)
+    for argv in (["watch", of.id], ["results", of.id]):
+        assert run([*argv, "--json"]) == code
+        shown = json.loads(capsys.readouterr().out)
+        folder = tmp_path / "batchmill-out" / of.id
+        assert shown["outputs"] == {
+            "output": str(folder / "output.jsonl"),
+            "errors": str(folder / "errors.jsonl"),
+            "summary": str(folder / "summary.json"),
+        }
+        assert shown["status"] == status
+        assert (folder / "output.jsonl").read_bytes().count(b"\n") == 10 - len(failed)
+        (folder / "output.jsonl").unlink()
+    assert run(["results", of.id, "--output", "elsewhere"]) == code
+    assert (tmp_path / "elsewhere" / "errors.jsonl").exists()
+    assert f"{10 - len(failed)} answered" in capsys.readouterr().out
+    assert run(["results", of.id, "--output", "-"]) == code
+    assert capsys.readouterr().out.encode() == b"".join(made)
+
+
+def test_results_of_a_running_batch_need_partial(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    of = stored.batch(store)
+    stored.status(store, of, "in_progress", 4)
+    assert run(["results", of.id]) == exits.INVALID
+    assert "is in progress (4 of 10 done)" in capsys.readouterr().err
+
+
+def _python(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *argv], capture_output=True, text=True, timeout=60, env=base | env, check=False
+    )
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = (
+        "import sys; from producers.cli.handler import run; code = run(sys.argv[1:]);"
+        "heavy = {'vllm', 'torch', 'celery', 'kombu', 'redis', 'numpy', 'fsspec', 'workers'} & set(sys.modules);"
+        "sys.exit(f'loaded {heavy}' if heavy else code)"
+    )
+    for argv in (["--help"], ["submit", "--help"], ["fleet", "--help"]):
+        done = _python("-c", script, *argv)
+        assert done.returncode == 0, done.stderr
+        assert "Usage" in done.stdout
+
+
+def test_help_is_quick() -> None:
+    # The best of three: the machine may be busy, the command may not be.
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        assert _python("-m", "producers", "--help").returncode == 0
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.5
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "home" / "store")
+    of = stored.batch(store, requests=20_000)
+    stored.outputs(store, of, set())
+    stored.status(store, of, "completed", 20_000)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "producers", "results", of.id, "--output", "-"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith(b'{"id":"batch_req_')
+        process.stdout.close()
+        assert process.wait(60) == exits.PIPE_CLOSED
+        assert process.stderr.read() == b""

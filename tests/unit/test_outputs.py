@@ -1,0 +1,129 @@
+"""Outputs leave the store whole, in order, and never to a folder that cannot take them."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UsageError
+from common.store import LocalStore
+from producers import outputs
+from tests.support import oracle, stored
+
+
+def test_deliver_copies_all_three_files_for_the_user_to_own(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    of = stored.batch(store)
+    stored.outputs(store, of, {2, 3})
+    target = tmp_path / "a" / "b"
+    put = outputs.deliver(store, of.id, target)
+    assert (put.output, put.errors, put.summary) == tuple(str(target / n) for n in outputs.FILES)
+    for name in outputs.FILES:
+        assert (target / name).read_bytes() == store.read(f"batches/{of.id}/{name}")
+        # Not a hard link: who edits an output must not edit the store.
+        assert (target / name).stat().st_nlink == 1
+    assert sorted(os.listdir(target)) == sorted(outputs.FILES)
+    (target / "output.jsonl").write_text("mine")
+    outputs.deliver(store, of.id, target)
+    assert (target / "output.jsonl").read_bytes() == store.read(f"batches/{of.id}/output.jsonl")
+
+
+def test_deliver_falls_back_where_the_kernel_cannot_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path / "store")
+    of = stored.batch(store)
+    stored.outputs(store, of, set())
+
+    def refuse(*_: object) -> int:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    outputs.deliver(store, of.id, tmp_path / "out")
+    assert (tmp_path / "out/output.jsonl").read_bytes() == store.read(f"batches/{of.id}/output.jsonl")
+
+
+def test_a_full_disk_leaves_no_torn_file_and_says_how_to_get_the_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    of = stored.batch(store)
+    stored.outputs(store, of, set())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(outputs, "_copy", full)
+    with pytest.raises(UsageError, match=f"No space left.*producers results {of.id} --output DIR"):
+        outputs.deliver(store, of.id, tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_check_folder_leaves_nothing_and_finds_what_cannot_be_written(tmp_path: Path) -> None:
+    outputs.check_folder(tmp_path / "x" / "y")
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "file").touch()
+    for bad in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UsageError, match="is not a folder"):
+            outputs.check_folder(bad)
+    # Nobody can make a folder there, not even root.
+    with pytest.raises(UsageError, match="cannot be written"):
+        outputs.check_folder(Path("/proc/batchmill-out"))
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="is not a folder"):
+        outputs.check_folder(tmp_path / "dangling")
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(0, 40))
+def test_merge_gives_input_order_whatever_failed(failed: set[int], total: int) -> None:
+    lines = [b'{"id":"batch_req_0123_%d","custom_id":"_%d"}\n' % (i, total - i) for i in range(total)]
+    good = b"".join(line for i, line in enumerate(lines) if i not in failed)
+    bad = b"".join(line for i, line in enumerate(lines) if i in failed)
+    assert list(outputs.merge(io.BytesIO(good), io.BytesIO(bad))) == lines
+
+
+def test_lines_reads_a_batch_in_input_order(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    of = stored.batch(store)
+    made = stored.outputs(store, of, {0, 4, 9})
+    assert list(outputs.lines(store, of.id)) == made
+
+
+def _broken(tmp_path: Path, name: str, change: tuple[bytes, bytes]) -> None:
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes().replace(*change, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "complaint"),
+    [
+        ("output.jsonl", (b'"c1"', b'"c0"'), "is not"),
+        ("output.jsonl", (b'_1"', b'_0"'), "after"),
+        ("output.jsonl", (b'"status_code":200', b'"status_code":500'), "batch_req_"),
+        ("errors.jsonl", (b'"timeout"', b'""'), "batch_req_"),
+        ("errors.jsonl", (b'_5"', b'_4"'), "is answered twice"),
+        ("errors.jsonl", (b"}\n", b"}"), "cut"),
+    ],
+)
+def test_the_oracle_sees_what_is_wrong(tmp_path: Path, name: str, change: tuple[bytes, bytes], complaint: str) -> None:
+    store = LocalStore(tmp_path / "store")
+    of = stored.batch(store)
+    stored.outputs(store, of, {5})
+    outputs.deliver(store, of.id, tmp_path)
+    expected = [f"c{i}" for i in range(10)]
+    oracle.check(tmp_path, of.id, expected, partial=True)
+    _broken(tmp_path, name, change)
+    with pytest.raises(AssertionError, match=complaint):
+        oracle.check(tmp_path, of.id, expected, partial=True)
+
+
+def test_the_oracle_notices_a_lost_request(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    of = stored.batch(store)
+    stored.outputs(store, of, {5})
+    outputs.deliver(store, of.id, tmp_path)
+    with pytest.raises(AssertionError, match="1 requests have no answer: \\['lost'\\]"):
+        oracle.check(tmp_path, of.id, [*(f"c{i}" for i in range(10)), "lost"])
