@@ -12,6 +12,7 @@ Until a child has come as far as loading plug-ins (its imports take seconds), it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -53,6 +54,7 @@ def install() -> None:
     privacy.guard_logs()
     if sys.platform != "linux":
         return
+    _leave_group(int(owner))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -60,3 +62,12 @@ def install() -> None:
     if parent is not None and os.getppid() != parent.pid:
         # The parent was gone before the kernel knew of the wish.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_group(owner: int) -> None:
+    """Out of the worker's process group: a Ctrl-C or SIGTERM to the group means that the worker drains, and an engine
+    that got it too would abort every request at once.
+    """
+    with contextlib.suppress(OSError):
+        if os.getpgid(0) == os.getpgid(owner):
+            os.setpgid(0, 0)

@@ -23,7 +23,7 @@ from common.errors import BatchmillError, UsageError
 from common.registry import ModelVersion
 from common.settings import Settings
 from common.urls import URL_CODE
-from workers.engine import arguments, parent_death, privacy
+from workers.engine import aborts, arguments, parent_death, privacy, sockets
 from workers.engine.asgi import Caller, Response
 from workers.engine.base import Answer, EngineDead, EngineFacts, EngineStats
 from workers.models.verify import settle
@@ -32,6 +32,9 @@ log = logs.get(__name__)
 
 #: Seconds the engine's processes get to end by themselves in `stop`; they are killed after.
 STOP_S = 10.0
+
+#: Seconds an engine that aborted a request by itself is given to end, before it is taken for alive.
+DOUBT_S = 10.0
 
 _DEAD = "the engine process ended"
 
@@ -49,6 +52,8 @@ class VllmEngine:
         self._tasks: tuple[str, ...] = ()
         self._processes: list[Any] = []
         self._gauges = EngineStats()
+        self._doubt: asyncio.Future[bool] | None = None
+        self._sockets: Path | None = None
         self._facts: EngineFacts | None = None
 
     async def start(self) -> None:
@@ -57,6 +62,7 @@ class VllmEngine:
         set_environment(self._settings)
         model = settle(self.model_version, self._entry, self._settings)
         parent_death.own_engine()
+        self._sockets = sockets.make_folder()
         problem = import_problem()
         if problem is not None:
             raise UsageError(problem)
@@ -78,14 +84,34 @@ class VllmEngine:
             raise EngineDead("the engine is not started")
         if url not in self._paths:
             return self._unsupported(url)
+        if self._doubt is not None:
+            await self._settle_doubt()
         try:
-            response = await caller.post(url, body)
+            with aborts.watching() as watch:
+                response = await caller.post(url, self._complete(url, body))
         except Exception as exc:
             # The application answers its own errors; what still comes out is a fault of its or of the engine's.
             await self.check()
             log.warning("the engine's application failed", url=url, error=type(exc).__name__)
             return _error(500, "internal_error", f"the engine's application failed: {type(exc).__name__}")
+        if watch.aborted:
+            # A cut answer, whatever it says of itself. Mostly the engine's process was told to end: then it is dead
+            # in a moment, and what is sent to it until then would only be aborted in its turn.
+            await self._settle_doubt()
+            return _error(503, "aborted", "the engine aborted the request")
         return await self._judge(url, response)
+
+    def _complete(self, url: str, body: bytes) -> bytes:
+        """The body with a model where the endpoint insists on one and the request left it to the batch."""
+        if url != "/v1/messages" or b'"model"' in body[:64]:
+            return body
+        try:
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return body
+        if "model" in fields:
+            return body
+        return msgspec.json.encode({"model": self.model_version} | fields)
 
     async def _judge(self, url: str, response: Response) -> Answer:
         if response.status >= 500:
@@ -116,6 +142,27 @@ class VllmEngine:
             if process.exitcode is not None:
                 raise EngineDead(_DEAD)
 
+    async def _settle_doubt(self) -> None:
+        """`EngineDead` when the engine ends within `DOUBT_S`; all requests wait for one look."""
+        if self._doubt is None:
+            self._doubt = asyncio.ensure_future(self._dies())
+        doubt = self._doubt
+        # Shielded: the request that waits may be cancelled, the look goes on for the others.
+        if await asyncio.shield(doubt):
+            raise EngineDead(_DEAD)
+        if self._doubt is doubt:
+            self._doubt = None
+
+    async def _dies(self) -> bool:
+        deadline = time.monotonic() + DOUBT_S
+        while time.monotonic() < deadline:
+            try:
+                await self.check()
+            except EngineDead:
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
     def facts(self) -> EngineFacts:
         """Known once `start` returned."""
         if self._facts is None:
@@ -145,6 +192,11 @@ class VllmEngine:
                 process.kill()
                 await asyncio.to_thread(process.join, 2)
         self._processes = []
+        if self._doubt is not None:
+            self._doubt.cancel()
+        if self._sockets is not None:
+            sockets.remove(self._sockets)
+            self._sockets = None
 
     async def _build(self, folder: Path) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -175,6 +227,7 @@ class VllmEngine:
             enable_log_requests=False,
             disable_log_stats=engine_args.disable_log_stats,
         )
+        aborts.observe(self._llm)
         privacy.guard_logs()
         manager = getattr(self._llm.engine_core.resources, "engine_manager", None)
         self._processes = list(getattr(manager, "processes", ()))

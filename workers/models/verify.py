@@ -38,11 +38,8 @@ def settle(model_version: str, entry: ModelVersion, settings: Settings, *, full:
     file = record_file(model_version, settings)
     # A folder given by `inference.model_path` is somebody's experiment: it is digested, not held to the registry.
     record = None if overridden else digests.read_record(file)
-    if (
-        record is not None
-        and record.source != entry.source
-        and not isinstance(parse(entry.source, model_version), Folder)
-    ):
+    folder_source = isinstance(parse(entry.source, model_version), Folder)
+    if record is not None and record.source != entry.source and not folder_source:
         raise UsageError(
             f"model {model_version}: {folder} was pulled from {record.source}, models.yaml now says {entry.source}; a "
             "version never changes: give the new weights a new version, or delete the folder"
@@ -55,9 +52,14 @@ def settle(model_version: str, entry: ModelVersion, settings: Settings, *, full:
     if overridden:
         return Verified(folder, found)
     if record is not None and record.digest != found and entry.digest is None:
+        remedy = (
+            f"a version never changes: give the new weights a new version, or remove {file}"
+            if folder_source
+            else f"delete the folder and run `workers models pull {model_version}`"
+        )
         raise UsageError(
             f"model {model_version}: {folder} is not what was recorded: {digests.difference(files, record.files)}; "
-            f"delete the folder and run `workers models pull {model_version}`"
+            f"{remedy}"
         )
     _hold_to(model_version, entry, found, folder, digests.difference(files, record.files) if record else None)
     fresh = digests.Record(
