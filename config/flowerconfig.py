@@ -1,14 +1,21 @@
 """Flower's settings: `celery -A common.celery_app flower --conf=config/flowerconfig.py` (`make flower`).
 
 Flower has no login of its own here, and its `/metrics` and `/healthcheck` bypass any that is set: so it listens on
-loopback. To show it to others, put a proxy with a login in front, or set FLOWER_BASIC_AUTH=user:password and
-FLOWER_ADDRESS, behind TLS.
+loopback. To show it to others, put a proxy with a login in front, or name a file with `user:password` in
+FLOWER_BASIC_AUTH_FILE and set FLOWER_ADDRESS, behind TLS.
 """
 
 import os
+from pathlib import Path
 
 address = os.environ.get("FLOWER_ADDRESS", "127.0.0.1")
 port = int(os.environ.get("FLOWER_PORT", "5555"))
+
+# Values out of files, for secrets: a login, and RabbitMQ's management API (for the Broker page).
+if "FLOWER_BASIC_AUTH_FILE" in os.environ:
+    basic_auth = [Path(os.environ["FLOWER_BASIC_AUTH_FILE"]).read_text("utf-8").strip()]
+if "FLOWER_BROKER_API_FILE" in os.environ:
+    broker_api = Path(os.environ["FLOWER_BROKER_API_FILE"]).read_text("utf-8").strip()
 
 # Cancel with `producers cancel`, end a worker with SIGTERM: a task revoked from here would be sent again by the
 # coordinator, and a pool does not grow, since its size is the engine's.
