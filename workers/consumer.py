@@ -61,6 +61,7 @@ class ChunkConsumer(Consumer):  # type: ignore[misc]
             "celery.worker.consumer.control:Control",
             "celery.worker.consumer.tasks:Tasks",
             "workers.visibility:RenewVisibility",
+            "workers.credit:Credit",
             "celery.worker.consumer.consumer:Evloop",
         )
 

@@ -7,12 +7,17 @@ where its time already counts against the request's timeout.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from workers.attempt import Tried, attempt
 from workers.engine.base import Engine, EngineDead
 from workers.engine_thread import EngineThread
+
+#: Seconds between two calls of `on_low`, at least.
+LOW_EVERY_S = 0.02
 
 
 class Work(Protocol):
@@ -32,8 +37,11 @@ class Work(Protocol):
 class Lane:
     """All methods run on the engine's loop; the two counts may be read anywhere."""
 
-    def __init__(self, thread: EngineThread) -> None:
+    def __init__(self, thread: EngineThread, on_low: Callable[[], None]) -> None:
+        """`on_low` is called, not too often, while fewer requests than `limit` are outstanding."""
         self._thread = thread
+        self._on_low = on_low
+        self._told_at = 0.0
         self._engine: Engine = thread.engine
         self.limit = inside_limit(self._engine.facts().max_num_seqs)
         self._waiting: deque[tuple[Work, int]] = deque()
@@ -82,6 +90,14 @@ class Lane:
             self.inside -= 1
             del self._tasks[key]
             self._pump()
+            if self.outstanding < self.limit:
+                self._tell()
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now - self._told_at > LOW_EVERY_S:
+            self._told_at = now
+            self._on_low()
 
 
 def inside_limit(max_num_seqs: int) -> int:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum
 
 from common import logs
@@ -71,6 +72,10 @@ class Node:
         self.thread = EngineThread(lambda: loader.load(settings, registry, model), self._engine_died)
         self._lane: Lane | None = None
         self._chunks, self._results = codecs(settings)
+        #: Called, from any thread, when the engine runs low on requests.
+        self.on_low: Callable[[], object] | None = None
+        #: Chunks that have ended so far.
+        self.ended = 0
         self._answered: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
         self._started_at = time.time()
@@ -89,9 +94,19 @@ class Node:
         """Requests inside the engine or waiting for it; 0 until it is ready."""
         return self._lane.outstanding if self._lane is not None else 0
 
+    @property
+    def enough(self) -> int:
+        """Outstanding requests that keep the engine full."""
+        return self._lane.limit if self._lane is not None else 0
+
+    @property
+    def counts_outstanding(self) -> bool:
+        """False for an engine that answers in bulk: it is never short of requests."""
+        return self.thread.ready and not hasattr(self.thread.engine, "infer_bulk")
+
     def open_lane(self) -> None:
         """The engine is ready: let requests in."""
-        self._lane = Lane(self.thread)
+        self._lane = Lane(self.thread, self._low)
         self.state = "ready"
 
     def stats(self) -> EngineStats:
@@ -203,6 +218,8 @@ class Node:
             return Ending.DONE, f"failed: {type(exc).__name__}"
         finally:
             del self.runs[chunk.id]
+            with self._lock:
+                self.ended += 1
             self.leases.drop(chunk.id)
         match reason:
             case Abort.ENGINE:
@@ -229,6 +246,11 @@ class Node:
         if parent.orphaned():
             # The kernel's signal does this on Linux; elsewhere this is all there is.
             die("its supervisor is gone")
+
+    def _low(self) -> None:
+        on_low = self.on_low
+        if on_low is not None:
+            on_low()
 
     def _engine_died(self, reason: str) -> None:
         log.critical("the engine died", reason=reason)

@@ -31,8 +31,8 @@ from workers.node import Node, die
 TURN_S = 0.05
 #: Seconds that aborted chunks have to publish what is done and be requeued.
 REQUEUE_S = 10.0
-#: Chunk threads, at most: K and those that keep the engine full while older chunks wait for their slowest requests.
-MAX_THREADS = 32
+#: Chunk threads, at most; `workers.credit` holds fewer chunks, and RabbitMQ may add K for the worker's own queue.
+MAX_THREADS = 64
 
 log = logs.get(__name__)
 
@@ -101,6 +101,11 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._stopped = False
         #: Set by a second signal: skip the rest of the drain.
         self.hurry = threading.Event()
+
+    @property
+    def held(self) -> int:
+        """Chunks that are here and not settled."""
+        return len(self._jobs)
 
     # Celery's side.
 
