@@ -54,10 +54,11 @@ class Attendant:
         if now >= self._next_look:
             self._next_look = now + LOOK_S
             self._look(seen, now)
-        # A batch that moves needs no reason; without a worker the coordinator sees nobody, the fleet knows why.
-        if self._reason is not None and (seen.reason is not None or seen.answered == 0):
-            return msgspec.structs.replace(seen, reason=self._reason)
-        return seen
+        # A batch that moves needs no reason; of one that does not, the fleet knows more than the store.
+        if seen.reason is None and seen.answered:
+            return seen
+        here = "starting_coordinator" if seen.reason == "no_coordinator" else seen.reason
+        return msgspec.structs.replace(seen, reason=self._reason or here)
 
     def _look(self, seen: BatchView, now: float) -> None:
         if self._fleet.tend():

@@ -38,7 +38,7 @@ class BatchView(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "batch"
     status: str
-    #: Why it does not move, where it does not: `no_workers`, `no_coordinator`, …; null when all is well.
+    #: Why it does not move, where it does not (`no_workers`, `no_coordinator`, …), or why it failed; else null.
     reason: str | None
     model: str
     name: str | None
@@ -65,12 +65,12 @@ class BatchView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def view(batch: Batch, status: Status, reason: str | None) -> BatchView:
-    """The view of a batch; `reason` takes the place of the coordinator's where it is not None."""
+    """The view of a batch; while it runs, `reason` takes the place of the coordinator's where it is not None."""
     counts, usage = status.request_counts, status.usage
     return BatchView(
         id=batch.id,
         status=status.status,
-        reason=None if status.status in FINAL else reason or status.reason,
+        reason=status.reason if status.status in FINAL else reason or status.reason,
         model=batch.model,
         name=batch.name,
         metadata=batch.metadata,

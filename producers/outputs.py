@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from common.errors import UsageError
+from common.errors import BatchmillError, UsageError
 from common.store import Store
 from producers.batch import folder
 
@@ -21,6 +21,10 @@ OUTPUT, ERRORS, SUMMARY = "output.jsonl", "errors.jsonl", "summary.json"
 FILES = (OUTPUT, ERRORS, SUMMARY)
 
 _BLOCK = 1 << 20
+
+
+class NoOutputs(BatchmillError):
+    """The batch has no output files: it has not ended, or it failed as a whole."""
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +53,11 @@ def check_folder(target: Path) -> None:
 def deliver(store: Store, batch_id: str, target: Path) -> Outputs:
     """Copy the outputs of a batch that has ended into `target`, each file whole or not at all.
 
-    Raises `UsageError` when the folder cannot be written, `FileNotFoundError` when the batch has no outputs yet.
+    Raises `UsageError` when the folder cannot be written, `NoOutputs` when there is nothing to put.
     """
     paths = {name: target.absolute() / name for name in FILES}
     for name in FILES:
-        with store.open_read(f"{folder(batch_id)}/{name}") as source, writing(batch_id, target):
+        with _open(store, batch_id, name) as source, writing(batch_id, target):
             target.mkdir(parents=True, exist_ok=True)
             with replacing(paths[name]) as copy:
                 _copy(source, copy)
@@ -61,12 +65,12 @@ def deliver(store: Store, batch_id: str, target: Path) -> Outputs:
 
 
 def lines(store: Store, batch_id: str) -> Iterator[bytes]:
-    """The lines of both files, in the order of the input; `FileNotFoundError` when the batch has none yet.
+    """The lines of both files, in the order of the input; `NoOutputs` when there are none.
 
     Each line ends with its newline. Memory is that of two lines.
     """
     with contextlib.ExitStack() as stack:
-        sources = [stack.enter_context(store.open_read(f"{folder(batch_id)}/{name}")) for name in (OUTPUT, ERRORS)]
+        sources = [stack.enter_context(_open(store, batch_id, name)) for name in (OUTPUT, ERRORS)]
         yield from merge(*sources)
 
 
@@ -117,6 +121,13 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _open(store: Store, batch_id: str, name: str) -> BinaryIO:
+    try:
+        return store.open_read(f"{folder(batch_id)}/{name}")
+    except FileNotFoundError:
+        raise NoOutputs(f"{batch_id} has no {name}; 'producers status {batch_id}' says why") from None
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> None:

@@ -57,11 +57,10 @@ def root(
 ) -> None:
     """Options of all commands."""
     if version:
-        from importlib.metadata import version as installed
-
         from producers.cli import say
+        from producers.cli.surroundings import installed_version
 
-        say.out(f"batchmill {installed('batchmill')}")
+        say.out(f"batchmill {installed_version()}")
         raise typer.Exit
     # By environment, so that the processes of an embedded fleet read the same files.
     if config is not None:

@@ -79,7 +79,7 @@ def render(what: RenderableType) -> None:
     screen = console()
     with screen.capture() as captured:
         screen.print(what)
-    out(captured.get().rstrip("\n"))
+    out("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def quiet(_text: str) -> None:

@@ -75,8 +75,12 @@ def options_of(wish: Wish) -> Options:
 def take_in(wish: Wish, options: Options, store: Store, settings: Settings, registry: Registry) -> Batch:
     """The batch that intake made of the file; faults are told before its `InvalidInput` goes on."""
     began = time.time()
-    with refusals_told(wish.source, as_json=wish.as_json), reading(wish.source) as progress:
-        batch = intake.submit(wish.source, store, settings, registry, options, progress)
+    try:
+        with refusals_told(wish.source, as_json=wish.as_json), reading(wish.source) as progress:
+            batch = intake.submit(wish.source, store, settings, registry, options, progress)
+    except KeyboardInterrupt:
+        say.err("\nstopped while reading; nothing was enqueued")
+        raise
     if batch.created_at < began and options.idempotency_key is not None:
         say.err(f"{batch.id}: submitted before under this idempotency key")
     skipped = f" ({batch.invalid:,} invalid)" if batch.invalid else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 from common import places, registry, settings
 from common.errors import UsageError
 from common.registry import Registry
@@ -38,3 +40,11 @@ def pairs(given: list[str]) -> dict[str, str]:
             raise UsageError(f"--metadata {key}: given twice")
         found[key] = value
     return found
+
+
+def installed_version() -> str:
+    """The version of the installed distribution."""
+    try:
+        return metadata.version("batchmill")
+    except metadata.PackageNotFoundError:
+        return "(run from a source tree that is not installed)"

@@ -17,7 +17,7 @@ from producers.batch_view import BatchView, look
 from producers.cli import exits, say, surroundings, wording
 from producers.cli.progress import display
 from producers.following import follow
-from producers.outputs import Outputs, check_folder, deliver
+from producers.outputs import NoOutputs, Outputs, check_folder, deliver
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +62,12 @@ def to_the_end(store: Store, seen: BatchView, settings: Settings, output: Path |
 
 
 def hand_over(store: Store, seen: BatchView, target: Path, *, as_json: bool) -> int:
-    """Put the outputs of a batch that has ended, and tell how it did."""
-    tell(seen, deliver(store, seen.id, target), as_json=as_json)
+    """Put the outputs of a batch that has ended, where it has any, and tell how it did."""
+    outputs = None
+    # A batch whose own files were damaged fails without outputs; its reason is told.
+    with contextlib.suppress(NoOutputs):
+        outputs = deliver(store, seen.id, target)
+    tell(seen, outputs, as_json=as_json)
     return exits.of_batch(seen.status, seen.request_counts.failed)
 
 

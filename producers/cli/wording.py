@@ -10,10 +10,13 @@ _REASONS = {
     "no_workers": "waiting: no worker serves {model}; start one: workers start --model {model}",
     "no_coordinator": "waiting: no coordinator runs; start one: producers coordinate, or: producers fleet up",
     "loading_model": "loading model {model}",
+    "starting_coordinator": "starting the coordinator",
     "starting_worker": "starting a worker of {model}",
     "waiting_for_devices": "waiting: another model has the GPUs",
     "disk_full": "waiting: the disk of the store or its log is full",
-    "no_broker": "waiting: the broker does not answer",
+    "broker_unreachable": "waiting: the broker does not answer the coordinator",
+    "store_unreachable": "waiting: the store does not answer the coordinator",
+    "state_unreachable": "the Redis of the live state does not answer the coordinator",
 }
 
 
@@ -111,4 +114,5 @@ def ending(seen: BatchView) -> str:
         text += f" ({rate(seen.answered / span, 'requests/s')}"
         tokens = seen.usage.completion_tokens
         text += f", {rate(tokens / span, 'tokens/s')})" if tokens else ")"
-    return text
+    why = reason(seen)
+    return f"{text}; {why}" if why else text

@@ -122,9 +122,12 @@ def _check_summary(
     errors: list[dict[str, Any]],
 ) -> None:
     assert summary["id"] == batch_id
-    counts = {"total": len(output) + len(errors), "completed": len(output), "failed": len(errors)}
-    assert summary["request_counts"] == counts, f"summary says {summary['request_counts']}, the files {counts}"
-    for key, name in (("output", "output.jsonl"), ("errors", "errors.jsonl")):
-        assert summary["digests"][key] == blake3((folder / name).read_bytes()).hexdigest(), f"digest of {name}"
+    counts = (len(output) + len(errors), len(output), len(errors))
+    said = (summary["total"], summary["completed"], summary["failed"])
+    assert said == counts, f"the summary says {said}, the files have {counts}"
+    for key, name, lines in (("output", "output.jsonl", output), ("errors", "errors.jsonl", errors)):
+        raw = (folder / name).read_bytes()
+        facts = {"lines": len(lines), "bytes": len(raw), "digest": blake3(raw).hexdigest()}
+        assert summary[key] == facts, f"{name}: the summary says {summary[key]}, it is {facts}"
     cached = sum(1 for line in output if line["batchmill"].get("cached"))
     assert summary["usage"]["cache_hits"] == cached, f"{cached} lines are marked as cached"

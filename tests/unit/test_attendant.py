@@ -63,6 +63,8 @@ def test_the_workers_state_is_the_reason_until_answers_come(scene: Scene) -> Non
     scene.fleet.worker = WorkerState(model=stored.MODEL, state="ready")
     assert scene.see("in_progress", 4).reason is None
     assert scene.see("in_progress", 4, "disk_full").reason == "disk_full"
+    # Not a person's to start here: the fleet does.
+    assert scene.see("in_progress", 4, "no_coordinator").reason == "starting_coordinator"
 
 
 def test_a_killed_fleet_is_brought_up_and_that_is_said(scene: Scene) -> None:

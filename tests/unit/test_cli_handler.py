@@ -196,6 +196,18 @@ def test_watch_and_results_put_the_outputs_and_exit_by_the_outcome(
     assert capsys.readouterr().out.encode() == b"".join(made)
 
 
+def test_a_batch_that_failed_as_a_whole_says_why(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    of = stored.batch(store)
+    stored.status(store, of, "failed", reason="rows are damaged; submit the file again")
+    assert run(["watch", of.id]) == exits.SOME_FAILED
+    assert "rows are damaged; submit the file again" in capsys.readouterr().out
+    assert run(["results", of.id, "--json"]) == exits.SOME_FAILED
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["outputs"], shown["reason"]) == (None, "rows are damaged; submit the file again")
+    assert run(["results", of.id, "--output", "-"]) == exits.SOME_FAILED
+    assert capsys.readouterr().err.startswith(f"producers: error: {of.id} has no output.jsonl")
+
+
 def test_results_of_a_running_batch_need_partial(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
     of = stored.batch(store)
     stored.status(store, of, "in_progress", 4)
