@@ -1,0 +1,415 @@
+"""What the coordinator knows, all batches together: what is out, what must be sent again, what came back.
+
+Every change is the effect of one ledger record, so that reading the ledger again gives the same book. Pure: callers
+append the record, pass the time in, and hold the lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from common.messages import Failure, Part, Results, kinds, positions
+from producers.batch import Batch
+from producers.coordinator.backoff import retry_delay
+from producers.coordinator.progress import Progress, new_progress
+from producers.coordinator.records import (
+    Cancelled,
+    Closed,
+    Decision,
+    Dispatch,
+    Exhausted,
+    Failed,
+    Finalised,
+    Lost,
+    Reopened,
+    unpack_positions,
+)
+from producers.coordinator.row_states import Merge, Positions
+from producers.coordinator.usage import add_usage, usage_of_part
+
+#: What a row gets whose worker ended the chunk without a word about it.
+NO_ANSWER = ("no_answer", "the worker gave no answer")
+#: Result messages of one chunk whose gaps are watched.
+_MOST_MESSAGES = 1 << 14
+
+
+@dataclass(slots=True)
+class Share:
+    """What a chunk that is out holds of one batch (rows whose failed attempt came back are taken out)."""
+
+    batch: str
+    positions: Positions
+    attempt: int
+    losses: int
+    alone: int
+
+
+class Done(NamedTuple):
+    """What the last message of a chunk said."""
+
+    node: str
+    seq: int
+    failure: Failure | None
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A chunk that is out."""
+
+    id: str
+    model: str
+    #: Chunks of a model version are numbered as they are sent.
+    order: int
+    #: Monotonic seconds.
+    sent_at: float
+    shares: list[Share]
+    #: False until the broker confirmed it.
+    published: bool
+    #: Monotonic seconds when a worker was last seen to hold it.
+    leased_at: float | None = None
+    #: Monotonic seconds since when a lease that was there is missing.
+    unleased_since: float | None = None
+    #: Who holds it.
+    node: str | None = None
+    #: Monotonic seconds since when it looks as if its message was lost in the queue.
+    missing_since: float | None = None
+    #: Result messages that came, a bit for each `seq`, by node.
+    seen: dict[str, int] = field(default_factory=dict)
+    #: The last message, when it came before an earlier one, and when (monotonic seconds).
+    done: Done | None = None
+    done_at: float = 0.0
+
+    @property
+    def losses(self) -> int:
+        """Chunks lost with these rows in the engine."""
+        return max((share.losses for share in self.shares), default=0)
+
+
+@dataclass(slots=True)
+class Retry:
+    """Rows to be sent again."""
+
+    batch: str
+    positions: Positions
+    attempt: int
+    losses: int
+    alone: int
+    #: Monotonic seconds before which they are not sent.
+    not_before: float
+    #: What becomes of them when attempts are used up; an empty code: their last error line stands.
+    code: str = ""
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Lane:
+    """One model version: its batches in turn, and what it has to send again."""
+
+    model: str
+    turn: deque[str] = field(default_factory=deque)
+    retries: list[Retry] = field(default_factory=list)
+    next_order: int = 0
+    #: Highest order that a worker was seen to hold.
+    leased_order: int = -1
+    #: Monotonic seconds since when there is less to send than a full chunk.
+    partial_since: float | None = None
+
+
+class Outcome:
+    """What a result message changed."""
+
+    __slots__ = ("duplicates", "settled", "touched", "unknown")
+
+    def __init__(self) -> None:
+        #: Batches that changed.
+        self.touched: list[Progress] = []
+        self.settled = 0
+        self.duplicates = 0
+        #: Results of batches that are ended or not ours.
+        self.unknown = 0
+
+
+class Book:
+    """All open batches of a shard. Not thread-safe: callers hold one lock."""
+
+    def __init__(self) -> None:
+        self.batches: dict[str, Progress] = {}
+        self.lanes: dict[str, Lane] = {}
+        self.out: dict[str, Outstanding] = {}
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    def open(self, batch: Batch) -> Progress:
+        """Take up a batch."""
+        progress = self.batches[batch.id] = new_progress(batch)
+        self.lane(batch.model).turn.append(batch.id)
+        return progress
+
+    def forget(self, batch_id: str) -> None:
+        """Drop what is known of a batch that is finalised."""
+        progress = self.batches.pop(batch_id, None)
+        if progress is None:
+            return
+        self._withdraw(progress)
+        lane = self.lanes[progress.batch.model]
+        lane.turn.remove(batch_id)
+        if not lane.turn and not any(c.model == lane.model for c in self.out.values()):
+            del self.lanes[lane.model]
+
+    def lane(self, model: str) -> Lane:
+        """The lane of a model version."""
+        lane = self.lanes.get(model)
+        if lane is None:
+            lane = self.lanes[model] = Lane(model)
+        return lane
+
+    def window_used(self, lane: Lane) -> int:
+        """Rows of a model version that are sent and not settled."""
+        return sum(self.batches[batch_id].outstanding for batch_id in lane.turn)
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def sent(
+        self,
+        record: Dispatch,
+        now: float,
+        taken: list[tuple[Retry, Positions]] | None = None,
+        *,
+        published: bool = True,
+    ) -> Outstanding:
+        """A chunk goes out. `taken`: the retries it serves, with their rows that it carries (None: find them)."""
+        lane = self.lane(record.model)
+        if taken:
+            self._take_retries(lane, taken)
+        chunk = Outstanding(record.chunk, record.model, lane.next_order, now, [], published)
+        lane.next_order += 1
+        for piece in record.slices:
+            progress = self.batches.get(piece.batch)
+            if progress is None or not progress.sendable:
+                continue
+            rows = piece.positions()
+            again = int(np.count_nonzero(rows < progress.next_pos))
+            progress.resent += again
+            if again and taken is None:
+                self._take_from_retries(lane, piece.batch, rows)
+            progress.next_pos = max(progress.next_pos, piece.end)
+            if progress.started_at is None:
+                progress.started_at = record.sent_at
+            chunk.shares.append(Share(piece.batch, rows, piece.attempt, piece.losses, piece.alone))
+        if chunk.shares:
+            self.out[chunk.id] = chunk
+        return chunk
+
+    def results(self, results: Results, place: int, now: float) -> Outcome:
+        """Fold in a worker's message whose record lies at `place`.
+
+        Parts of batches that are ended or unknown count as `unknown`; a part with positions outside its batch too.
+        """
+        outcome = Outcome()
+        chunk = self.out.get(results.chunk)
+        for part in results.parts:
+            self._part(part, chunk, place, now, outcome)
+        if chunk is not None:
+            self._follow(chunk, results, now)
+        return outcome
+
+    def lost(self, record: Lost, now: float) -> None:
+        """A chunk is given up: its open rows go out again, in halves when they may be what ended the engine."""
+        chunk = self.out.pop(record.chunk, None)
+        if chunk is None:
+            return
+        lane = self.lane(chunk.model)
+        for share, rows in self._open_shares(chunk):
+            if not record.convict:
+                lane.retries.append(Retry(share.batch, rows, share.attempt, share.losses, share.alone, now))
+                continue
+            alone = share.alone + (1 if len(rows) == 1 and len(chunk.shares) == 1 else 0)
+            middle = (len(rows) + 1) // 2
+            for half in (rows[:middle], rows[middle:]):
+                if len(half):
+                    lane.retries.append(Retry(share.batch, half, share.attempt, share.losses + 1, alone, now))
+
+    def decided(self, decision: Decision, place: int) -> Progress | None:
+        """Fold in a decision; None when its batch is not open."""
+        progress = self.batches.get(decision.batch)
+        if progress is None:
+            return None
+        match decision:
+            case Cancelled():
+                if progress.accepting:
+                    progress.cancelled_at = decision.at
+                    self._withdraw_retries(progress)
+            case Exhausted():
+                if progress.accepting:
+                    rows = unpack_positions(decision.positions)
+                    progress.rows.settle_failed(rows)
+                    self._take_from_retries(self.lane(progress.batch.model), progress.id, rows)
+                    progress.places.append(place)
+            case Closed():
+                progress.closed_at = decision.at
+                self._withdraw(progress)
+            case Reopened():
+                rows = unpack_positions(decision.positions)
+                progress.closed_at = None
+                progress.rows.reopen(rows)
+                self._retry_open(progress, rows)
+            case Failed():
+                progress.failure = decision.reason
+                progress.closed_at = decision.at
+                self._withdraw(progress)
+        return progress
+
+    def finalised(self, record: Finalised) -> None:
+        """The outputs of a batch stand."""
+        progress = self.batches.get(record.batch)
+        if progress is not None:
+            progress.final = record.status
+
+    def settle_recovery(self, now: float) -> None:
+        """After the ledger was read: rows that were sent, are open, and are in no chunk go out again.
+
+        That happens when the records in between were damaged.
+        """
+        held: dict[str, list[Positions]] = {}
+        for chunk in self.out.values():
+            for share in chunk.shares:
+                held.setdefault(share.batch, []).append(share.positions)
+        for lane in self.lanes.values():
+            for retry in lane.retries:
+                held.setdefault(retry.batch, []).append(retry.positions)
+        for progress in self.batches.values():
+            if not progress.sendable:
+                continue
+            at = progress.rows.settled.full_until(0)
+            known = np.sort(np.concatenate(held[progress.id])) if progress.id in held else np.empty(0, np.uint32)
+            while at < progress.next_pos:
+                end = min(progress.next_pos, at + (1 << 16))
+                opened = at + np.flatnonzero(~progress.rows.settled.span(at, end)).astype(np.uint32)
+                stray = np.setdiff1d(opened, known, assume_unique=False).astype(np.uint32)
+                self._retry_open(progress, stray, now)
+                at = end
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _part(self, part: Part, chunk: Outstanding | None, place: int, now: float, outcome: Outcome) -> None:
+        progress = self.batches.get(part.batch)
+        rows = positions(part)
+        if progress is None or not progress.accepting:
+            outcome.unknown += len(rows)
+            return
+        try:
+            merge = progress.rows.merge(rows, kinds(part))
+        except ValueError:
+            outcome.unknown += len(rows)
+            return
+        accepted = merge.accepted
+        taken = int(np.count_nonzero(accepted))
+        failed = int(np.count_nonzero(merge.retry))
+        outcome.settled += int(np.count_nonzero(merge.fresh))
+        outcome.duplicates += len(rows) - taken - failed
+        progress.duplicates += len(rows) - taken - failed
+        outcome.touched.append(progress)
+        if taken or failed:
+            if not progress.places or progress.places[-1] != place:
+                progress.places.append(place)
+            add_usage(progress.usage, usage_of_part(part, accepted | merge.retry))
+            if rows.size and int(rows.max()) >= progress.next_pos:
+                # Sent by an earlier leader whose record of it did not count.
+                progress.next_pos = int(rows.max()) + 1
+        if failed and chunk is not None:
+            self._attempt_failed(progress, chunk, rows, merge, now)
+
+    def _attempt_failed(
+        self, progress: Progress, chunk: Outstanding, rows: Positions, merge: Merge, now: float
+    ) -> None:
+        failed = rows[merge.retry]
+        lane = self.lane(chunk.model)
+        for share in chunk.shares:
+            if share.batch != progress.id:
+                continue
+            mine = np.isin(share.positions, failed)
+            if not mine.any():
+                continue
+            if progress.sendable:
+                delay = retry_delay(share.attempt)
+                lane.retries.append(
+                    Retry(progress.id, share.positions[mine], share.attempt + 1, share.losses, share.alone, now + delay)
+                )
+            share.positions = share.positions[~mine]
+
+    def _follow(self, chunk: Outstanding, results: Results, now: float) -> None:
+        """Keep track of a chunk's messages; settle it with its last one."""
+        if results.seq < _MOST_MESSAGES:
+            chunk.seen[results.node] = chunk.seen.get(results.node, 0) | 1 << results.seq
+        if results.done:
+            chunk.done, chunk.done_at = Done(results.node, results.seq, results.failure), now
+        done = chunk.done
+        if done is None:
+            return
+        left = self._open_shares(chunk)
+        whole = done.seq >= _MOST_MESSAGES or chunk.seen.get(done.node, 0) == (1 << (done.seq + 1)) - 1
+        if left and not whole:
+            # Messages overtake each other when they are delivered again: wait for those that are on their way.
+            return
+        del self.out[chunk.id]
+        code, message = NO_ANSWER if done.failure is None else (done.failure.code, done.failure.message)
+        lane = self.lane(chunk.model)
+        for share, rows in left:
+            due = now + retry_delay(share.attempt)
+            lane.retries.append(
+                Retry(share.batch, rows, share.attempt + 1, share.losses, share.alone, due, code, message)
+            )
+
+    def _open_shares(self, chunk: Outstanding) -> list[tuple[Share, Positions]]:
+        found = []
+        for share in chunk.shares:
+            progress = self.batches.get(share.batch)
+            if progress is None or not progress.sendable:
+                continue
+            rows = progress.rows.open_rows(share.positions)
+            if len(rows):
+                found.append((share, rows))
+        return found
+
+    def _take_retries(self, lane: Lane, taken: list[tuple[Retry, Positions]]) -> None:
+        whole = set()
+        for retry, rows in taken:
+            if len(rows) == len(retry.positions):
+                whole.add(id(retry))
+            else:
+                retry.positions = np.setdiff1d(retry.positions, rows).astype(np.uint32)
+        lane.retries = [r for r in lane.retries if id(r) not in whole]
+
+    def _take_from_retries(self, lane: Lane, batch_id: str, rows: Positions) -> None:
+        kept = []
+        for retry in lane.retries:
+            apart = retry.positions[0] > rows[-1] or retry.positions[-1] < rows[0]
+            if retry.batch == batch_id and not apart:
+                stay = ~np.isin(retry.positions, rows)
+                if not stay.all():
+                    if not stay.any():
+                        continue
+                    retry.positions = retry.positions[stay]
+            kept.append(retry)
+        lane.retries = kept
+
+    def _withdraw_retries(self, progress: Progress) -> None:
+        lane = self.lane(progress.batch.model)
+        lane.retries = [r for r in lane.retries if r.batch != progress.id]
+
+    def _withdraw(self, progress: Progress) -> None:
+        self._withdraw_retries(progress)
+        for chunk in [c for c in self.out.values() if any(s.batch == progress.id for s in c.shares)]:
+            chunk.shares = [s for s in chunk.shares if s.batch != progress.id]
+            if not chunk.shares:
+                del self.out[chunk.id]
+
+    def _retry_open(self, progress: Progress, rows: Positions, now: float = 0.0) -> None:
+        # In pieces that lie close together, so that each is one read.
+        for start in range(0, len(rows), 256):
+            piece = rows[start : start + 256]
+            self.lane(progress.batch.model).retries.append(Retry(progress.id, piece, 1, 0, 0, now))

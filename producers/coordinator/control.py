@@ -1,0 +1,243 @@
+"""Looks for new batches and commands, closes what is complete, and says where every batch stands."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import msgspec
+
+from common.errors import BatchmillError, Unreachable
+from common.logs import get
+from common.store import LocalStore, Store
+from producers.batch import FINAL, Batch, Command, Status, folder, read_batch, read_status
+from producers.coordinator.core import Core
+from producers.coordinator.finalizer import Finalizer
+from producers.coordinator.leadership import Leadership
+from producers.coordinator.progress import Progress
+from producers.coordinator.records import Cancelled, Closed
+
+log = get(__name__)
+
+#: Seconds between looks for new work (an object store bills every look).
+PERIOD_S = 0.2
+PERIOD_OBJECT_STORE_S = 2.0
+#: Seconds between two status files of a batch whose status word did not change.
+STATUS_S = 1.0
+#: Seconds a cancelled batch waits for what is in engines, at most.
+CANCEL_S = 10.0
+#: Reasons shown beside a status, the gravest first.
+_REASONS = ("disk_full", "store_unreachable", "broker_unreachable", "state_unreachable")
+
+
+class Control:
+    """One thread: `run` until the core stops."""
+
+    def __init__(self, core: Core, store: Store, leadership: Leadership, finalizer: Finalizer, lease_s: float) -> None:
+        self._core = core
+        self._store = store
+        self._leadership = leadership
+        self._finalizer = finalizer
+        self._cancel_s = min(CANCEL_S, lease_s)
+        self._period = PERIOD_S if isinstance(store, LocalStore) else PERIOD_OBJECT_STORE_S
+        self._active = f"active/{core.shard}"
+        #: batch → (monotonic seconds, word and reason) of its last status file.
+        self._said: dict[str, tuple[float, str, str | None]] = {}
+        #: Markers that were complained about already.
+        self._odd: set[str] = set()
+        #: batch → monotonic seconds when its cancel was seen.
+        self._cancelling: dict[str, float] = {}
+        self._looked_at = float("-inf")
+
+    def run(self) -> None:
+        """Tick until the core stops."""
+        core = self._core
+        while not core.stop.is_set():
+            core.control.clear()
+            try:
+                self.tick()
+                core.trouble("store_unreachable", "control", False)
+            except (OSError, Unreachable) as exc:
+                log.error("store_trouble", error=type(exc).__name__)
+                core.trouble("store_unreachable", "control", True)
+                core.stop.wait(0.5)
+            core.control.wait(0.05 if self._cancelling else self._period)
+
+    def tick(self) -> None:
+        """One look."""
+        now = time.monotonic()
+        if now - self._looked_at >= self._period:
+            self._looked_at = now
+            self.open_new()
+            self._fold_commands()
+        self._close_complete()
+        self.say_all()
+
+    # -- new batches -----------------------------------------------------------------------------------------------
+
+    def open_new(self) -> None:
+        """Take up batches whose marker is new."""
+        core = self._core
+        names = self._store.list(self._active)
+        self._odd &= set(names)
+        for batch_id in names:
+            if batch_id in core.book.batches or batch_id in self._odd:
+                continue
+            batch = self._read(batch_id)
+            if batch is None:
+                continue
+            with core.lock:
+                core.book.open(batch)
+                core.dirty.add(batch.id)
+            log.info("batch_opened", batch=batch.id, requests=batch.requests, model=batch.model)
+            core.dispatch.set()
+
+    def _read(self, batch_id: str) -> Batch | None:
+        """The batch of a marker; None when it has ended or cannot be read."""
+        try:
+            batch = read_batch(self._store, batch_id)
+        except (BatchmillError, msgspec.DecodeError) as exc:
+            if isinstance(exc, Unreachable):
+                raise
+            self._odd.add(batch_id)
+            log.error("batch_unreadable", batch=batch_id, error=type(exc).__name__)
+            self._fail_unreadable(batch_id, exc)
+            return None
+        if read_status(self._store, batch).status in FINAL:
+            # The coordinator ended between the last status and this.
+            self._store.delete(f"{self._active}/{batch_id}")
+            return None
+        return batch
+
+    def _fail_unreadable(self, batch_id: str, exc: Exception) -> None:
+        try:
+            base = folder(batch_id)
+        except BatchmillError:
+            return  # No batch id: somebody else's file.
+        if not self._store.exists(base):
+            return  # Nothing there to write into; it may still be on its way.
+        reason = f"{base}/batch.json: cannot be read ({type(exc).__name__}); submit the file again"
+        now = time.time()
+        self._leadership.check()
+        self._finalizer.say(Status(id=batch_id, status="failed", reason=reason, created_at=now, finished_at=now))
+        self._store.delete(f"{self._active}/{batch_id}")
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def _fold_commands(self) -> None:
+        core = self._core
+        for batch_id in self._store.list("control"):
+            with core.lock:
+                progress = core.book.batches.get(batch_id)
+            if progress is None:
+                continue
+            for name in self._store.list(f"control/{batch_id}"):
+                path = f"control/{batch_id}/{name}"
+                try:
+                    command = msgspec.json.decode(self._store.read(path), type=Command)
+                except FileNotFoundError:
+                    continue
+                except msgspec.DecodeError:
+                    log.error("command_unreadable", batch=batch_id, file=name)
+                    self._store.delete(path)
+                    continue
+                if not self._obey(progress, command):
+                    return
+                self._store.delete(path)
+
+    def _obey(self, progress: Progress, command: Command) -> bool:
+        core = self._core
+        if command.command != "cancel":
+            log.warning("command_unknown", batch=progress.id, command=command.command)
+            return True
+        if not progress.sendable:
+            return True
+        log.info("batch_cancelled", batch=progress.id)
+        decision = Cancelled(progress.id, progress.next_pos, time.time())
+        if not core.while_disk_full(functools.partial(core.decide, decision)):
+            return False
+        # The command's file is deleted next: the decision must not be lost with the page cache.
+        return core.wait_durable(core.ledger.written)
+
+    # -- closing ---------------------------------------------------------------------------------------------------
+
+    def _close_complete(self) -> None:
+        core = self._core
+        with core.lock:
+            batches = list(core.book.batches.values())
+        for progress in batches:
+            if progress.closed_at is not None:
+                if progress.final is None:
+                    self._finalizer.submit(progress.id)
+            elif progress.complete or self._is_drained(progress):
+                decision = Closed(progress.id, time.time())
+                if not core.while_disk_full(functools.partial(core.decide, decision)):
+                    return
+                self._cancelling.pop(progress.id, None)
+                self._finalizer.submit(progress.id)
+
+    def _is_drained(self, progress: Progress) -> bool:
+        """True when a cancelled batch has nothing left in engines, or had the time to."""
+        core = self._core
+        if progress.cancelled_at is None:
+            return False
+        now = time.monotonic()
+        if progress.id not in self._cancelling:
+            self._cancelling[progress.id] = now
+            core.cancelled.add(progress.id)
+            core.look.set()
+        since = self._cancelling[progress.id]
+        if now - since > self._cancel_s:
+            return True
+        with core.lock:
+            return core.looked_at > since and not any(
+                chunk.leased_at is not None and chunk.unleased_since is None
+                for chunk in core.book.out.values()
+                if any(share.batch == progress.id for share in chunk.shares)
+            )
+
+    # -- status ----------------------------------------------------------------------------------------------------
+
+    def say_all(self, *, last: bool = False) -> None:
+        """Write the status files that are due; all that are out of date when this is the `last` time."""
+        core = self._core
+        now = time.monotonic()
+        with core.lock:
+            due = []
+            for batch_id in list(core.dirty):
+                progress = core.book.batches.get(batch_id)
+                if progress is None:
+                    core.dirty.discard(batch_id)
+                    self._said.pop(batch_id, None)
+                elif progress.final is None:
+                    status = progress.status()
+                    if status.reason is None:
+                        status.reason = self._reason(progress)
+                    at, word, reason = self._said.get(batch_id, (float("-inf"), "", None))
+                    if last or (word, reason) != (status.status, status.reason) or now - at >= STATUS_S:
+                        due.append(status)
+        if not due:
+            return
+        self._leadership.check()
+        for status in due:
+            with core.lock:
+                core.dirty.discard(status.id)
+                progress = core.book.batches.get(status.id)
+                if progress is None or progress.final is not None:
+                    continue
+            try:
+                self._finalizer.say(status)
+            except OSError:
+                with core.lock:
+                    core.dirty.add(status.id)
+                raise
+            self._said[status.id] = (now, status.status, status.reason)
+
+    def _reason(self, progress: Progress) -> str | None:
+        core = self._core
+        for name in _REASONS:
+            if name in core.troubles:
+                return name
+        if not progress.sendable or core.workers is None:
+            return None
+        return None if any(w.model == progress.batch.model for w in core.workers) else "no_workers"

@@ -1,0 +1,233 @@
+"""Sends the rows that are due: asks `packing` what goes next, reads it, logs it, publishes it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from typing import NamedTuple
+
+from common.broker import Publisher
+from common.codec import Codec
+from common.ids import new_chunk_id
+from common.logs import get
+from common.messages import TASK_INFER, VERSION, Chunk, Slice, encode, infer_queue, results_queue
+from common.settings import Settings
+from common.store import Store
+from producers.coordinator import packing
+from producers.coordinator.backoff import Reconnect
+from producers.coordinator.batch_files import BatchFiles, DamagedBatch
+from producers.coordinator.core import Core
+from producers.coordinator.engine_size import EngineSize
+from producers.coordinator.ledger import DiskFull
+from producers.coordinator.packing import Pick, Wait
+from producers.coordinator.records import Dispatch, Failed, Lost, Type, sent_slice
+from producers.coordinator.records import encode as encode_record
+
+log = get(__name__)
+
+
+class _Sealed(NamedTuple):
+    chunk_id: str
+    queue: str
+    blob: bytes
+    argsrepr: str
+
+
+class Dispatcher:
+    """One thread: `run` until the core stops."""
+
+    def __init__(
+        self, core: Core, store: Store, settings: Settings, codec: Codec, publisher: Publisher, sizes: EngineSize
+    ) -> None:
+        self._core = core
+        self._store = store
+        self._settings = settings
+        self._codec = codec
+        self._publisher = publisher
+        self._sizes = sizes
+        self._files: dict[str, BatchFiles] = {}
+        self._outbox: _Sealed | None = None
+        self._reconnect = Reconnect()
+        self._heartbeat_at = 0.0
+
+    def run(self) -> None:
+        """Dispatch until the core stops."""
+        core = self._core
+        try:
+            while not core.stop.is_set():
+                core.dispatch.clear()
+                delay = self._publish_waiting()
+                if delay is None:
+                    delay = self._round()
+                if delay > 0:
+                    core.dispatch.wait(min(delay, 1.0))
+                self._keep_alive()
+        finally:
+            self._publisher.close()
+            if self._outbox is not None and core.fatal is None:
+                # It never went out; the next life need not wait for it.
+                with contextlib.suppress(DiskFull):
+                    core.lose(Lost(self._outbox.chunk_id, convict=False))
+
+    def _round(self) -> float:
+        """One chunk for every lane that has one; seconds until there may be more (0: at once)."""
+        core = self._core
+        with core.lock:
+            models = list(core.book.lanes)
+            for gone in [b for b in self._files if b not in core.book.batches]:
+                del self._files[gone]
+        delay = 3600.0
+        for model in models:
+            if core.stop.is_set():
+                break
+            wait = self._next_chunk(model)
+            if self._outbox is not None:
+                failed = self._publish_waiting()
+                if failed is not None:
+                    return failed
+            delay = min(delay, wait)
+        return delay
+
+    def _next_chunk(self, model: str) -> float:
+        """Put the lane's next chunk into the outbox; seconds until there may be another."""
+        core = self._core
+        if not self._settle_exhausted(model):
+            return 1.0
+        with core.lock:
+            lane = core.book.lanes.get(model)
+            if lane is None:
+                return 3600.0
+            room = self._sizes.capacity(model, core.workers)
+            now = time.monotonic()
+            drafted = packing.draft(core.book, lane, room, now, self._settings.scheduler.timeout_ms / 1000)
+        if isinstance(drafted, Wait):
+            return drafted.until - now
+        picks = self._read_sizes(drafted)
+        if picks:
+            self._send(model, picks)
+        return 0.0
+
+    def _settle_exhausted(self, model: str) -> bool:
+        """Make errors of rows that get no further attempt; False when the coordinator stops meanwhile."""
+        core = self._core
+        with core.lock:
+            lane = core.book.lanes.get(model)
+            found = packing.exhausted(lane, 1 + self._settings.scheduler.retry_times) if lane is not None else []
+        return all(core.while_disk_full(functools.partial(core.decide, decision)) for decision in found)
+
+    def _read_sizes(self, drafted: list[Pick]) -> list[Pick]:
+        """The picks that fit one message; a batch whose files are damaged fails, alone."""
+        picks, sizes = [], []
+        for pick in drafted:
+            try:
+                sizes.append(self._files_of(pick.batch).row_sizes(pick.positions))
+                picks.append(pick)
+            except (DamagedBatch, KeyError) as exc:
+                self._fail(pick.batch, exc)
+        return packing.trim(picks, sizes, self._settings.scheduler.chunk_bytes)
+
+    def _send(self, model: str, picks: list[Pick]) -> None:
+        core = self._core
+        slices: list[Slice] = []
+        kept: list[Pick] = []
+        for pick in picks:
+            try:
+                rows = self._files_of(pick.batch).rows(pick.positions)
+            except (DamagedBatch, KeyError) as exc:
+                self._fail(pick.batch, exc)
+                continue
+            start, end = int(pick.positions[0]), int(pick.positions[-1]) + 1
+            slices.append(Slice(pick.batch, start, end, pick.attempt, rows))
+            kept.append(pick)
+        if not kept:
+            return
+        chunk_id, sent_at = new_chunk_id(), time.time()
+        record = Dispatch(
+            chunk_id, model, sent_at, [sent_slice(p.batch, p.positions, p.attempt, p.losses, p.alone) for p in kept]
+        )
+        encoded = encode_record(record)
+        batch = None
+
+        def log_it() -> None:
+            with core.lock:
+                nonlocal batch
+                batch = core.book.batches.get(kept[0].batch)
+                if batch is None:
+                    return
+                lane = core.book.lane(model)
+                core.ledger.append(Type.DISPATCH, encoded, {p.batch for p in kept})
+                again = [(p.retry, p.positions) for p in kept if p.retry is not None]
+                core.book.sent(record, time.monotonic(), again, published=False)
+                packing.pass_turn(lane, kept)
+                core.dirty.update(p.batch for p in kept)
+
+        if not core.while_disk_full(log_it) or batch is None:
+            return
+        queue = infer_queue(model)
+        chunk = Chunk(
+            VERSION,
+            chunk_id,
+            model,
+            results_queue(core.shard),
+            core.epoch,
+            sent_at,
+            0.0,
+            batch.batch.timeout_s,
+            batch.batch.cache,
+            slices,
+        )
+        batches = kept[0].batch if len(kept) == 1 else f"{kept[0].batch}+{len({p.batch for p in kept}) - 1}"
+        requests = sum(len(p.positions) for p in kept)
+        argsrepr = f"batch={batches} chunk={chunk_id} requests={requests}"
+        self._outbox = _Sealed(chunk_id, queue, self._codec.seal(queue, encode(chunk)), argsrepr)
+
+    def _publish_waiting(self) -> float | None:
+        """Publish what waits; None when nothing does any more, else seconds until the next attempt."""
+        waiting, core = self._outbox, self._core
+        if waiting is None:
+            return None
+        if core.redeclare.is_set():
+            core.redeclare.clear()
+            self._publisher.close()
+        try:
+            self._publisher.publish_task(waiting.queue, TASK_INFER, waiting.chunk_id, waiting.blob, waiting.argsrepr)
+        except Exception as exc:
+            delay = self._reconnect.failed()
+            log.warning("publish_failed", chunk=waiting.chunk_id, error=type(exc).__name__, again_in_s=delay)
+            core.trouble("broker_unreachable", "dispatcher", True)
+            core.stop.wait(delay)
+            return 1e-3
+        self._reconnect.worked()
+        self._outbox = None
+        with core.lock:
+            chunk = core.book.out.get(waiting.chunk_id)
+            if chunk is not None:
+                chunk.published, chunk.sent_at = True, time.monotonic()
+        core.trouble("broker_unreachable", "dispatcher", False)
+        return None
+
+    def _keep_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._heartbeat_at < self._settings.broker.heartbeat_s / 3:
+            return
+        self._heartbeat_at = now
+        try:
+            self._publisher.heartbeat()
+        except Exception as exc:
+            # The next publish opens a new connection.
+            log.info("publisher_heartbeat_failed", error=type(exc).__name__)
+
+    def _files_of(self, batch_id: str) -> BatchFiles:
+        files = self._files.get(batch_id)
+        if files is None:
+            with self._core.lock:
+                batch = self._core.book.batches[batch_id].batch
+            files = self._files[batch_id] = BatchFiles(self._store, batch)
+        return files
+
+    def _fail(self, batch_id: str, exc: DamagedBatch | KeyError) -> None:
+        if isinstance(exc, DamagedBatch):
+            log.error("batch_damaged", batch=batch_id, reason=exc.reason)
+            decision = Failed(batch_id, exc.reason, time.time())
+            self._core.while_disk_full(functools.partial(self._core.decide, decision))

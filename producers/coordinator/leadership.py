@@ -1,0 +1,146 @@
+"""Who leads a shard: epochs in the store, a heartbeat file, and a lock on this host's ledger folder.
+
+The leader of epoch n is whoever created `epochs/<shard>/<n>` and sees no later one. On the same host a dead leader's
+lock is free at once, so a restart does not wait; across hosts (or past a leader that hangs) a standby takes over when
+the heartbeat has not changed for a time by its own monotonic clock: nobody compares two machines' clocks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from common.errors import Unreachable
+from common.logs import get
+from common.store import Store
+from producers.batch import Heartbeat
+from producers.coordinator.core import Ousted
+
+log = get(__name__)
+
+#: Seconds between heartbeats.
+HEARTBEAT_S = 2.0
+_POLL_S = 0.2
+#: Epoch files kept; only the last one counts.
+_KEPT = 8
+
+
+class Leadership:
+    """One coordinator's claim to a shard."""
+
+    def __init__(self, store: Store, shard: int, ledger_folder: Path, takeover_s: float) -> None:
+        self._store = store
+        self._shard = shard
+        self._takeover_s = takeover_s
+        self._path = f"coordinator/{shard}.json"
+        self._epochs = f"epochs/{shard}"
+        self._host = socket.gethostname()
+        #: 0 until this process leads.
+        self.epoch = 0
+        try:
+            ledger_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(ledger_folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as exc:
+            raise Unreachable(f"ledger folder {ledger_folder}: cannot be opened: {exc.strerror}") from None
+
+    def acquire(self, stop: threading.Event) -> bool:
+        """Wait until this process leads the shard; False when `stop` is set meanwhile."""
+        watch = _Watch()
+        told = False
+        while not stop.is_set():
+            beat = self._heartbeat()
+            silent = watch.silent_for(beat, time.monotonic())
+            locked = self._try_lock()
+            # The lock proves that no leader lives on this host; its heartbeat, where another host leads.
+            if (locked and (beat is None or beat.host == self._host)) or silent > self._takeover_s:
+                if self._create_epoch():
+                    self.beat()
+                    return True
+                watch = _Watch()
+                continue
+            if not told:
+                log.info("standby", shard=self._shard, leader=beat.host if beat else None)
+                told = True
+            stop.wait(min(_POLL_S, self._takeover_s / 4))
+        return False
+
+    def check(self) -> None:
+        """`Ousted` when a later epoch exists; called before anything is sealed, assembled or said."""
+        latest = self._latest()
+        if latest > self.epoch:
+            raise Ousted(f"shard {self._shard}: epoch {latest} leads now, this was {self.epoch}")
+
+    def beat(self) -> None:
+        """Write the heartbeat."""
+        beat = Heartbeat(epoch=self.epoch, host=self._host, pid=os.getpid(), at=time.time())
+        self._store.put_atomic(self._path, msgspec.json.encode(beat))
+
+    def resign(self) -> None:
+        """Let the next one lead at once, wherever it is."""
+        try:
+            self.check()
+            self._store.delete(self._path)
+        except (Ousted, Unreachable, OSError) as exc:
+            # The heartbeat is another's by now, or a standby has to wait for its silence.
+            log.info("resigned_silently", error=type(exc).__name__)
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _create_epoch(self) -> bool:
+        epoch = self._latest() + 1
+        body = msgspec.json.encode({"host": self._host, "pid": os.getpid(), "at": time.time()})
+        if not self._store.create_exclusive(f"{self._epochs}/{epoch}", body):
+            return False
+        self.epoch = epoch
+        log.info("leads", shard=self._shard, epoch=epoch)
+        for old in self._known():
+            if old <= epoch - _KEPT:
+                self._store.delete(f"{self._epochs}/{old}")
+        return True
+
+    def _known(self) -> list[int]:
+        return [int(name) for name in self._store.list(self._epochs) if name.isdigit()]
+
+    def _latest(self) -> int:
+        return max(self._known(), default=0)
+
+    def _heartbeat(self) -> Heartbeat | None:
+        try:
+            return msgspec.json.decode(self._store.read(self._path), type=Heartbeat)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError:
+            # Written whole or not at all, so damaged: as good as silent.
+            return None
+
+
+class _Watch:
+    """For how long a heartbeat has not changed."""
+
+    def __init__(self) -> None:
+        self._last: Heartbeat | None = None
+        self._since: float | None = None
+
+    def silent_for(self, beat: Heartbeat | None, now: float) -> float:
+        """Seconds since the heartbeat last changed, as seen from here."""
+        if self._since is None or beat != self._last:
+            self._last, self._since = beat, now
+        return now - self._since

@@ -1,0 +1,141 @@
+"""Watches live state and queues, and calls what is lost. Redis may be away or wiped: then nobody is convicted."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import redis
+from kombu import Connection
+
+from common.broker import connect, queue
+from common.live import LiveState
+from common.logs import get
+from common.messages import infer_queue
+from common.settings import Settings
+from producers.coordinator import losses
+from producers.coordinator.core import Core
+
+log = get(__name__)
+
+#: Seconds between looks.
+PERIOD_S = 1.0
+#: Leases asked for in one round trip.
+_AT_ONCE = 1000
+
+
+class LiveView:
+    """One thread: `run` until the core stops."""
+
+    def __init__(self, core: Core, settings: Settings, live: LiveState) -> None:
+        self._core = core
+        self._settings = settings
+        self._live = live
+        self._generation: str | None = None
+        self._connection: Connection | None = None
+
+    def run(self) -> None:
+        """Look once a second until the core stops."""
+        core = self._core
+        lease_s = self._settings.scheduler.lease_s
+        core.hold(lease_s + losses.GRACE_S)  # A restarted coordinator knows of no lease yet.
+        try:
+            while not core.stop.is_set():
+                core.look.clear()
+                if self._look():
+                    self._judge()
+                core.look.wait(min(PERIOD_S, lease_s / 4))
+        finally:
+            self._disconnect()
+            self._live.close()
+
+    def _look(self) -> bool:
+        """Ask Redis who is there and who holds what; False when it does not say."""
+        core = self._core
+        with core.lock:
+            chunk_ids = [c.id for c in core.book.out.values() if c.published]
+            cancelled = set(core.cancelled)
+        began = time.monotonic()
+        try:
+            for batch_id in cancelled:
+                self._live.mark_cancelled(batch_id)
+            generation = self._live.generation()
+            workers = self._live.workers()
+            nodes: dict[str, str | None] = {}
+            for start in range(0, len(chunk_ids), _AT_ONCE):
+                some = chunk_ids[start : start + _AT_ONCE]
+                nodes.update(zip(some, self._live.leases(some), strict=True))
+        except (redis.RedisError, OSError) as exc:
+            if self._generation is not None:
+                log.warning("live_state_unreachable", error=type(exc).__name__)
+            self._generation = None
+            core.trouble("state_unreachable", "live", True)
+            with core.lock:
+                core.workers = None
+            return False
+        if generation != self._generation:
+            # Back after an outage, or wiped: leases come back as workers renew them.
+            self._generation = generation
+            core.hold(self._settings.scheduler.lease_s + losses.GRACE_S)
+        core.trouble("state_unreachable", "live", False)
+        with core.lock:
+            if workers != core.workers:
+                served = {w.model for w in workers} ^ {w.model for w in core.workers or []}
+                core.workers = workers
+                if served or workers == []:
+                    core.dirty.update(core.book.batches)
+                core.dispatch.set()
+            losses.see_leases(core.book, nodes, time.monotonic())
+            # Marked anew each time until the batch has ended, since Redis may be wiped.
+            core.cancelled &= set(core.book.batches)
+            core.looked_at = began
+        core.control.set()
+        return True
+
+    def _judge(self) -> None:
+        core, scheduler = self._core, self._settings.scheduler
+        with core.lock:
+            unheld = {c.model for c in core.book.out.values() if c.published and c.leased_at is None}
+        waiting = {model: self._waiting(infer_queue(model)) for model in unheld}
+        with core.lock:
+            now = time.monotonic()
+            losses.see_queues(core.book, waiting, now)
+            lost = losses.judge(
+                core.book, now, core.hold_until, core.results_idle_at, scheduler.lease_s, scheduler.unclaimed_s
+            )
+        if "disk_full" in core.troubles:
+            return  # Results wait for the disk; what looks lost may be among them.
+        for verdict in lost:
+            with core.lock:
+                chunk = core.book.out.get(verdict.chunk)
+                node = chunk.node if chunk is not None else None
+            log.warning("chunk_lost", chunk=verdict.chunk, had_lease=verdict.convict, node=node)
+            if not core.while_disk_full(functools.partial(core.lose, verdict)):
+                return
+
+    def _waiting(self, name: str) -> int | None:
+        """Messages that wait in a queue; None when the broker does not say."""
+        try:
+            if self._connection is None:
+                self._connection = connect(self._settings)
+            channel = self._connection.channel()
+            try:
+                declared = queue(self._settings, name).bind(channel).queue_declare(passive=True)
+                return int(declared.message_count if hasattr(declared, "message_count") else declared[1])
+            finally:
+                channel.close()
+        except Exception as exc:
+            self._disconnect()
+            if getattr(exc, "reply_code", None) == 404 or getattr(exc, "code", None) == 404:
+                self._core.redeclare.set()  # The queue itself is gone.
+                return 0
+            log.debug("queue_length_unknown", queue=name, error=type(exc).__name__)
+            return None
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            try:
+                connection.release()
+            except Exception as exc:
+                log.debug("release_failed", error=type(exc).__name__)

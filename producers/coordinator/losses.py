@@ -1,0 +1,74 @@
+"""Which chunks are presumed lost. Pure: the book and what was seen in, verdicts out.
+
+A wrong verdict costs work done twice, never an answer; a missing one would leave a batch waiting for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from producers.coordinator.book import Book, Outstanding
+from producers.coordinator.records import Lost
+
+#: Seconds a worker's lease may be missing before it counts as lapsed: its last results are on their way.
+GRACE_S = 2.0
+#: Seconds to wait for a result message that a later one overtook.
+OVERTAKEN_S = 10.0
+
+
+def see_leases(book: Book, nodes: Mapping[str, str | None], now: float) -> None:
+    """Fold in who holds which chunk (`nodes`: chunk id → node, or None)."""
+    for chunk_id, node in nodes.items():
+        chunk = book.out.get(chunk_id)
+        if chunk is None:
+            continue
+        if node is not None:
+            chunk.leased_at, chunk.node = now, node
+            chunk.unleased_since = chunk.missing_since = None
+            lane = book.lane(chunk.model)
+            lane.leased_order = max(lane.leased_order, chunk.order)
+        elif chunk.leased_at is not None and chunk.unleased_since is None:
+            chunk.unleased_since = now
+
+
+def see_queues(book: Book, waiting: Mapping[str, int | None], now: float) -> None:
+    """Fold in how many messages wait in the queue of each model version (None: not known).
+
+    A chunk that nobody holds looks missing while later ones of its queue were taken, or while its queue is empty.
+    """
+    for chunk in book.out.values():
+        if chunk.leased_at is not None or not chunk.published:
+            continue
+        passed = book.lane(chunk.model).leased_order > chunk.order
+        if passed or waiting.get(chunk.model) == 0:
+            if chunk.missing_since is None:
+                chunk.missing_since = now
+        else:
+            chunk.missing_since = None
+
+
+def judge(book: Book, now: float, hold_until: float, idle_at: float, lease_s: float, unclaimed_s: float) -> list[Lost]:
+    """The chunks that are lost.
+
+    `idle_at`: when the results queue was last seen empty. While results wait there, a chunk whose lease is gone may
+    simply be done.
+    """
+    if now < hold_until:
+        return []
+    found = []
+    for chunk in book.out.values():
+        if chunk.done is not None:
+            if now - chunk.done_at > OVERTAKEN_S and idle_at > chunk.done_at:
+                found.append(Lost(chunk.id, convict=False))
+        elif _lapsed(chunk, now, idle_at, lease_s):
+            found.append(Lost(chunk.id, convict=True))
+        elif chunk.missing_since is not None and now - chunk.missing_since > unclaimed_s:
+            found.append(Lost(chunk.id, convict=False))
+    return found
+
+
+def _lapsed(chunk: Outstanding, now: float, idle_at: float, lease_s: float) -> bool:
+    since = chunk.unleased_since
+    if since is None or now - since <= GRACE_S:
+        return False
+    return idle_at > since or now - since > 4 * lease_s

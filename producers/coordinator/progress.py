@@ -1,0 +1,99 @@
+"""Where one batch stands: what of it was sent, what is settled, what it cost. Pure: no clock, no disk."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from common.messages import Usage
+from producers.batch import Batch, Counts, Status
+from producers.coordinator.row_states import RowStates
+
+
+@dataclass(slots=True)
+class Progress:
+    """One batch that is not finalised."""
+
+    batch: Batch
+    rows: RowStates
+    #: Every row below this was sent at least once.
+    next_pos: int = 0
+    #: Places of the ledger records that the assembler needs: 8 bytes a result message.
+    places: array[int] = field(default_factory=lambda: array("Q"))
+    usage: Usage = field(default_factory=Usage)
+    #: Rows sent more than once.
+    resent: int = 0
+    #: Results that came for rows that were settled already.
+    duplicates: int = 0
+    #: Unix seconds.
+    started_at: float | None = None
+    cancelled_at: float | None = None
+    closed_at: float | None = None
+    #: Why the batch cannot be processed.
+    failure: str | None = None
+    #: Final status, once the outputs stand.
+    final: str | None = None
+
+    @property
+    def id(self) -> str:
+        """The batch's id."""
+        return self.batch.id
+
+    @property
+    def outstanding(self) -> int:
+        """Rows sent (or waiting to be sent again) and not settled: what the window counts."""
+        return max(0, self.next_pos - self.rows.settled.count) if self.sendable else 0
+
+    @property
+    def unsent(self) -> int:
+        """Rows never sent."""
+        return self.batch.planned - self.next_pos if self.sendable else 0
+
+    @property
+    def sendable(self) -> bool:
+        """True while rows of it may go out."""
+        return self.cancelled_at is None and self.closed_at is None and self.failure is None
+
+    @property
+    def accepting(self) -> bool:
+        """True while results count."""
+        return self.closed_at is None and self.failure is None
+
+    @property
+    def complete(self) -> bool:
+        """True when every row is settled."""
+        return self.rows.settled.count == self.batch.planned
+
+    def status(self) -> Status:
+        """The batch's status; `reason`, `in_flight` of a live fleet and `updated_at` are the caller's."""
+        failed = self.rows.failed.count + self.batch.invalid
+        return Status(
+            id=self.batch.id,
+            status=self._word(),
+            reason=self.failure,
+            model=self.batch.model,
+            name=self.batch.name,
+            request_counts=Counts(
+                total=self.batch.requests, completed=self.rows.settled.count - self.rows.failed.count, failed=failed
+            ),
+            in_flight=self.outstanding,
+            resent=self.resent,
+            usage=self.usage,
+            created_at=self.batch.created_at,
+            started_at=self.started_at,
+            finished_at=self.closed_at if self.final is not None else None,
+        )
+
+    def _word(self) -> str:
+        if self.final is not None:
+            return self.final
+        if self.closed_at is not None:
+            return "finalizing" if self.cancelled_at is None else "cancelling"
+        if self.cancelled_at is not None:
+            return "cancelling"
+        return "queued" if self.started_at is None else "in_progress"
+
+
+def new_progress(batch: Batch) -> Progress:
+    """A batch of which nothing is known yet."""
+    return Progress(batch, RowStates(batch.planned))
