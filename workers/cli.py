@@ -38,11 +38,14 @@ def start(
     supervised: Annotated[
         bool, typer.Option("--supervisor/--no-supervisor", help="Start and watch worker processes, or be one.")
     ] = True,
+    give_up_after: Annotated[
+        int, typer.Option(min=0, help="End after so many failures in a row, with the worker's status; 0: never.")
+    ] = 0,
 ) -> None:
     """Serve a model until SIGTERM: one worker process a GPU group, started again when it fails."""
     from workers import start as starting
 
-    options = starting.Options(model, device_ids, all_gpus, engine, name, supervised)
+    options = starting.Options(model, device_ids, all_gpus, engine, name, supervised, give_up_after)
     raise typer.Exit(starting.start(options))
 
 

@@ -31,6 +31,8 @@ class Options:
     engine: str | None = None
     name: str | None = None
     supervised: bool = True
+    #: Failures in a row after which the supervisor ends too; 0: never.
+    give_up_after: int = 0
 
 
 def start(options: Options, env: Mapping[str, str] = os.environ) -> int:
@@ -48,7 +50,7 @@ def start(options: Options, env: Mapping[str, str] = os.environ) -> int:
             supervisor.Child(devices.node_name(model, name), _argv(options, model, name), _pinned(group))
             for group, name in zip(groups, names, strict=True)
         ]
-        return supervisor.Supervisor(children, settings.inference.drain_s).run()
+        return supervisor.Supervisor(children, settings.inference.drain_s, options.give_up_after).run()
     if len(groups) != 1:
         raise UsageError("--no-supervisor runs one worker: name the GPUs of one group with --device-ids")
     os.environ.update(_pinned(groups[0]))

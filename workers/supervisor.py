@@ -26,6 +26,11 @@ BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 30.0
 #: A child that lived this long has not failed in a row.
 HEALTHY_S = 60.0
+#: Exit statuses of a worker that could not start (`common.errors`), however long it took to find out: loading weights
+#: and failing at the end is no healthy life.
+CANNOT_START = (1, 3)
+#: Our status when a child was given up that signals had ended.
+EXIT_KILLED = 70
 #: Seconds a child has to end beyond the drain: requeueing, stopping the engine.
 GRACE_S = 45.0
 
@@ -54,8 +59,9 @@ def backoff(failures: int) -> float:
 class Supervisor:
     """Runs in the main thread, which starts all children: the kernel's parent-death signal hangs on that thread."""
 
-    def __init__(self, children: list[Child], drain_s: float) -> None:
+    def __init__(self, children: list[Child], drain_s: float, give_up_after: int = 0) -> None:
         self._children = children
+        self._give_up_after = give_up_after
         self._drain_s = drain_s
         self._signals = 0
         self._deadline = 0.0
@@ -63,7 +69,9 @@ class Supervisor:
         self._killed = False
 
     def run(self) -> int:
-        """Until every child has ended for good; returns 0, a child's status 2, or 1 when one had to be killed."""
+        """Until every child has ended for good; returns 0, the status of a child that is not started again (2: it would
+        say the same again; any, after `give_up_after` failures in a row), or 1 when one had to be killed.
+        """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -131,20 +139,27 @@ class Supervisor:
             return
         if status == UsageError.exit_code:
             # It has said what is wrong; starting it again would only say it again.
-            self._status = status
-            for other in self._children:
-                other.due = None
-                if other.process is not None:
-                    other.process.terminate()
-            self._signals += 1
-            self._deadline = time.monotonic() + self._drain_s + GRACE_S
+            self._give_up(status)
             return
-        if time.monotonic() - child.started_at > HEALTHY_S:
+        if status not in CANNOT_START and time.monotonic() - child.started_at > HEALTHY_S:
             child.failures = 0
         child.failures += 1
+        if child.failures == self._give_up_after:
+            log.error("worker given up", node=child.name, status=status, failures=child.failures)
+            self._give_up(status if status > 0 else EXIT_KILLED)
+            return
         wait = backoff(child.failures)
         child.due = time.monotonic() + wait
         log.warning("worker failed; starting it again", node=child.name, status=status, seconds=wait)
+
+    def _give_up(self, status: int) -> None:
+        self._status = status
+        for other in self._children:
+            other.due = None
+            if other.process is not None:
+                other.process.terminate()
+        self._signals += 1
+        self._deadline = time.monotonic() + self._drain_s + GRACE_S
 
     def _kill_all(self) -> None:
         for child in self._children:

@@ -22,6 +22,8 @@ _FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 30.0
 _STEADY_S = 60.0
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+#: What our commands say to a person.
+_SPOKEN = re.compile(r"^(workers|producers): (?!.*; waiting up to)(error: )?")
 _TELLING = re.compile(r"^(error|usage|fatal)|error:|Error\b|cannot|No module named", re.IGNORECASE)
 
 
@@ -138,6 +140,11 @@ def telling_line(log: Path, start: int) -> str | None:
         return None
     lines = [_ANSI.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
-    telling = [line for line in lines if _TELLING.search(line)]
-    chosen = re.sub(r"^(error|fatal): ", "", (telling or lines or [""])[-1], flags=re.IGNORECASE)
+    for pattern in (_SPOKEN, _TELLING):
+        telling = [line for line in lines if pattern.search(line)]
+        if telling:
+            lines = telling
+            break
+    chosen = lines[-1] if lines else ""
+    chosen = re.sub(r"^(error|fatal): ", "", _SPOKEN.sub("", chosen), flags=re.IGNORECASE)
     return chosen[:300] or None

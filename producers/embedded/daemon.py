@@ -38,7 +38,7 @@ from producers.embedded.record import Record, WorkerState, read, write
 DEFAULT_LINGER_S = 300.0
 LINGER_ENV = "BATCHMILL_FLEET_LINGER_S"
 
-#: Failed starts of a worker in a row after which nobody tries again unasked.
+#: Failures of a worker in a row after which nobody tries again unasked.
 GIVE_UP_AFTER = 3
 #: Redis and coordinator are tried longer: without them nothing works.
 REDIS_GIVE_UP_AFTER = 6
@@ -48,8 +48,6 @@ _COORDINATOR_SETTLED_S = 10.0
 
 _TICK_S = 0.5
 _RECORD_EVERY_S = 5.0
-#: An exit status that says that another try would end the same way (`common.errors.UsageError`).
-_HOPELESS = UsageError.exit_code
 
 
 class Daemon:
@@ -169,8 +167,16 @@ class Daemon:
                 self.log.info("worker started", model=model, pid=child.pid)
                 continue
             self.log.warning("worker ended", model=model, status=child.exit_status, line=child.last_line)
-            if child.exit_status == _HOPELESS or child.failures >= GIVE_UP_AFTER:
+            if self._hopeless(child):
                 self.failed.add(model)
+
+    @staticmethod
+    def _hopeless(child: Child) -> bool:
+        """True when another start would end the same way. The command itself tries again before it gives up; killed,
+        or without its broker, it says nothing of the model.
+        """
+        status = child.exit_status or 0
+        return child.failures >= GIVE_UP_AFTER or (status > 0 and status != Unreachable.exit_code)
 
     def _has_devices(self, model: str, active: dict[str, int]) -> bool:
         """One model at a time has the GPUs; it gives them up when it has nothing to do and another has."""
@@ -191,7 +197,7 @@ class Daemon:
             return False
 
     def _worker_argv(self, model: str) -> list[str]:
-        argv = _python("workers", "start", "--model", model)
+        argv = _python("workers", "start", "--model", model, "--give-up-after", str(GIVE_UP_AFTER))
         if self._needs_gpus(model) and not self.settings.inference.device_ids and has_gpu():
             argv.append("--all-gpus")
         return argv

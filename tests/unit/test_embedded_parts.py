@@ -201,6 +201,8 @@ def test_a_large_log_is_set_aside(tmp_path: Path) -> None:
         ("starting\n\x1b[31merror: no such model\x1b[0m\nbye\n", "no such model"),
         ("Traceback\n  File x\nValueError: bad\n", "ValueError: bad"),
         ("only this\n\n", "only this"),
+        ("workers: m@1 is not here\n[warning  ] worker failed, error=x\nbye\n", "m@1 is not here"),
+        ("producers: error: no disk\nworkers: redis does not answer; waiting up to 30 s for it\n", "no disk"),
         ("error: " + "x" * 1000, "x" * 300),
     ],
 )
