@@ -317,9 +317,6 @@ class Book:
             if not progress.places or progress.places[-1] != place:
                 progress.places.append(place)
             add_usage(progress.usage, usage_of_part(part, accepted | merge.retry))
-            if rows.size and int(rows.max()) >= progress.next_pos:
-                # Sent by an earlier leader whose record of it did not count.
-                progress.next_pos = int(rows.max()) + 1
         if failed and chunk is not None:
             self._attempt_failed(progress, chunk, rows, merge, now)
 

@@ -34,13 +34,15 @@ _KEPT = 8
 class Leadership:
     """One coordinator's claim to a shard."""
 
-    def __init__(self, store: Store, shard: int, ledger_folder: Path, takeover_s: float) -> None:
+    def __init__(
+        self, store: Store, shard: int, ledger_folder: Path, takeover_s: float, host: str | None = None
+    ) -> None:
         self._store = store
         self._shard = shard
         self._takeover_s = takeover_s
         self._path = f"coordinator/{shard}.json"
         self._epochs = f"epochs/{shard}"
-        self._host = socket.gethostname()
+        self._host = host if host is not None else socket.gethostname()
         #: 0 until this process leads.
         self.epoch = 0
         try:
@@ -54,15 +56,14 @@ class Leadership:
         watch = _Watch()
         told = False
         while not stop.is_set():
-            beat = self._heartbeat()
-            silent = watch.silent_for(beat, time.monotonic())
+            latest, beat = self._latest(), self._heartbeat()
+            silent = watch.silent_for(latest, beat, time.monotonic())
             locked = self._try_lock()
-            # The lock proves that no leader lives on this host; its heartbeat, where another host leads.
-            if (locked and (beat is None or beat.host == self._host)) or silent > self._takeover_s:
-                if self._create_epoch():
+            if (locked and self._is_dead(beat)) or silent > self._takeover_s:
+                # The very next epoch, so that of several standbys that saw the same silence one leads.
+                if self._create_epoch(latest + 1):
                     self.beat()
                     return True
-                watch = _Watch()
                 continue
             if not told:
                 log.info("standby", shard=self._shard, leader=beat.host if beat else None)
@@ -104,8 +105,26 @@ class Leadership:
             return False
         return True
 
-    def _create_epoch(self) -> bool:
-        epoch = self._latest() + 1
+    def _is_dead(self, beat: Heartbeat | None) -> bool:
+        """True when the leader that a heartbeat tells of was a process of this host and is no more.
+
+        The lock alone says so only of leaders with the same ledger folder.
+        """
+        if beat is None:
+            return True
+        if beat.host != self._host:
+            return False
+        if beat.pid == os.getpid():
+            return True  # A container that started again counts its processes from one again.
+        try:
+            os.kill(beat.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+    def _create_epoch(self, epoch: int) -> bool:
         body = msgspec.json.encode({"host": self._host, "pid": os.getpid(), "at": time.time()})
         if not self._store.create_exclusive(f"{self._epochs}/{epoch}", body):
             return False
@@ -133,14 +152,14 @@ class Leadership:
 
 
 class _Watch:
-    """For how long a heartbeat has not changed."""
+    """For how long nothing was heard of a leader: no new epoch, no other heartbeat."""
 
     def __init__(self) -> None:
-        self._last: Heartbeat | None = None
-        self._since: float | None = None
+        self._last: tuple[int, Heartbeat | None] = (-1, None)
+        self._since = 0.0
 
-    def silent_for(self, beat: Heartbeat | None, now: float) -> float:
-        """Seconds since the heartbeat last changed, as seen from here."""
-        if self._since is None or beat != self._last:
-            self._last, self._since = beat, now
+    def silent_for(self, epoch: int, beat: Heartbeat | None, now: float) -> float:
+        """Seconds since that last changed, as seen from here."""
+        if (epoch, beat) != self._last:
+            self._last, self._since = (epoch, beat), now
         return now - self._since

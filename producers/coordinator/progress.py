@@ -41,7 +41,10 @@ class Progress:
 
     @property
     def outstanding(self) -> int:
-        """Rows sent (or waiting to be sent again) and not settled: what the window counts."""
+        """Rows sent (or waiting to be sent again) and not settled: what the window counts.
+
+        Too low by rows that an earlier leader had sent, whose record of it did not count, and that are answered.
+        """
         return max(0, self.next_pos - self.rows.settled.count) if self.sendable else 0
 
     @property

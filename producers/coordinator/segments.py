@@ -1,6 +1,6 @@
 """A segment of the ledger: how records lie in a file, and how they are found again in one that is damaged.
 
-A segment starts with a header that holds a random seed three times. A record is a frame of 13 bytes (marker, type,
+A segment starts with a header that holds a random seed three times. A record is a frame of 17 bytes (marker, type,
 length, CRC32) and its payload. The marker is the seed, so that no content of a payload can be taken for a record
 when a damaged stretch is searched for where the next one starts; the CRC covers type and payload.
 """

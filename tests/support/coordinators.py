@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -263,10 +264,8 @@ class FakeWorker:
             )
             consumer.consume()
             while not self._stop.is_set():
-                try:
+                with contextlib.suppress(TimeoutError):
                     connection.drain_events(timeout=0.1)
-                except TimeoutError:
-                    pass
                 while arrived and not self._crash.is_set():
                     message = arrived.pop(0)
                     if not self._work(message.body):

@@ -1,0 +1,148 @@
+"""Who leads: one at a time, at once after a death on the same host, after a silence elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.store import LocalStore
+from producers.batch import Heartbeat
+from producers.coordinator.core import Ousted
+from producers.coordinator.leadership import Leadership
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def standby(leader: Leadership) -> tuple[threading.Event, threading.Event, threading.Thread]:
+    """Try to lead in a thread; (set when it leads, set to give up, the thread)."""
+    leads, stop = threading.Event(), threading.Event()
+
+    def body() -> None:
+        if leader.acquire(stop):
+            leads.set()
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return leads, stop, thread
+
+
+def test_the_first_leads_at_once_and_is_seen(tmp_path: Path, store: LocalStore) -> None:
+    first = Leadership(store, 0, tmp_path / "wal", 10)
+    assert first.acquire(threading.Event())
+    assert first.epoch == 1
+    beat = msgspec.json.decode(store.read("coordinator/0.json"), type=Heartbeat)
+    assert beat.epoch == 1
+    first.check()
+
+
+def test_a_restart_on_the_same_host_does_not_wait(tmp_path: Path, store: LocalStore) -> None:
+    first = Leadership(store, 0, tmp_path / "wal", 600)
+    assert first.acquire(threading.Event())
+    first.close()  # As the death of its process would.
+    second = Leadership(store, 0, tmp_path / "wal", 600)
+    began = time.monotonic()
+    assert second.acquire(threading.Event())
+    assert time.monotonic() - began < 1
+    assert second.epoch == 2
+    with pytest.raises(Ousted, match="epoch 2 leads now"):
+        first.check()
+
+
+def test_a_standby_waits_while_the_leader_lives_and_leads_when_it_is_gone(tmp_path: Path, store: LocalStore) -> None:
+    first = Leadership(store, 0, tmp_path / "wal", 600)
+    assert first.acquire(threading.Event())
+    leads, _, _ = standby(Leadership(store, 0, tmp_path / "wal", 600))
+    assert not leads.wait(0.6)
+    first.resign()
+    assert leads.wait(5)
+
+
+def test_a_leader_that_hangs_is_replaced_and_told(tmp_path: Path, store: LocalStore) -> None:
+    first = Leadership(store, 0, tmp_path / "wal", 0.8)
+    assert first.acquire(threading.Event())
+    leads, _, _ = standby(Leadership(store, 0, tmp_path / "wal", 0.8))
+    for _ in range(4):
+        assert not leads.wait(0.3)
+        first.beat()  # It lives, on whatever clock.
+    assert leads.wait(5)
+    with pytest.raises(Ousted):
+        first.check()
+    first.resign()
+    beat = msgspec.json.decode(store.read("coordinator/0.json"), type=Heartbeat)
+    assert beat.epoch == 2
+
+
+def test_another_hosts_leader_is_respected_although_its_lock_is_elsewhere(tmp_path: Path, store: LocalStore) -> None:
+    first = Leadership(store, 0, tmp_path / "wal-here", 0.6)
+    assert first.acquire(threading.Event())
+    leads, stop, thread = standby(Leadership(store, 0, tmp_path / "wal-there", 0.6, host="elsewhere"))
+    for _ in range(4):
+        assert not leads.wait(0.2)
+        first.beat()
+    assert leads.wait(5)
+    assert not stop.is_set()
+    thread.join(5)
+
+
+def test_two_standbys_one_leader(tmp_path: Path, store: LocalStore) -> None:
+    first = Leadership(store, 0, tmp_path / "wal", 0.5)
+    assert first.acquire(threading.Event())
+    waiting = [standby(Leadership(store, 0, tmp_path / f"wal{n}", 0.5, host=f"h{n}")) for n in range(3)]
+    leaders: set[int] = set()
+    deadline = time.monotonic() + 5
+    while not leaders and time.monotonic() < deadline:
+        leaders = {n for n, (leads, _, _) in enumerate(waiting) if leads.wait(0.02)}
+    assert len(leaders) == 1
+    for _, stop, thread in waiting:
+        stop.set()
+        thread.join(5)
+    assert len(store.list("epochs/0")) == 2
+
+
+def test_waiting_ends_when_it_is_told_to(tmp_path: Path, store: LocalStore) -> None:
+    first = Leadership(store, 0, tmp_path / "wal", 600)
+    assert first.acquire(threading.Event())
+    leads, stop, thread = standby(Leadership(store, 0, tmp_path / "wal", 600))
+    stop.set()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert not leads.is_set()
+
+
+def test_old_epochs_are_forgotten(tmp_path: Path, store: LocalStore) -> None:
+    for _ in range(12):
+        one = Leadership(store, 0, tmp_path / "wal", 10)
+        assert one.acquire(threading.Event())
+        one.close()
+    assert sorted(int(n) for n in store.list("epochs/0")) == list(range(5, 13))
+
+
+def test_a_damaged_heartbeat_is_as_good_as_none(tmp_path: Path, store: LocalStore) -> None:
+    store.put_atomic("coordinator/0.json", b"{")
+    assert Leadership(store, 0, tmp_path / "wal", 10).acquire(threading.Event())
+
+
+def test_a_leader_of_this_host_with_another_ledger_folder_is_respected_while_it_lives(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        first = Leadership(store, 0, tmp_path / "wal-a", 600)
+        assert first.acquire(threading.Event())
+        beat = msgspec.json.decode(store.read("coordinator/0.json"), type=Heartbeat)
+        store.put_atomic("coordinator/0.json", msgspec.json.encode(msgspec.structs.replace(beat, pid=sleeper.pid)))
+        leads, _, thread = standby(Leadership(store, 0, tmp_path / "wal-b", 600))
+        assert not leads.wait(0.6)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert leads.wait(5)
+    thread.join(5)
