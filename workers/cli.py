@@ -9,6 +9,7 @@ import typer
 
 from common.errors import BatchmillError
 from workers.models.cli import app as models_app
+from workers.preflight.cli import check
 
 app = typer.Typer(
     help="Batchmill's workers: engines that answer the requests of batches.",
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(models_app, name="models")
+app.command()(check)
 
 
 @app.callback()

@@ -65,9 +65,12 @@ def install() -> None:
 
 
 def _leave_group(owner: int) -> None:
-    """Out of the worker's process group: a Ctrl-C or SIGTERM to the group means that the worker drains, and an engine
-    that got it too would abort every request at once.
+    """Out of a worker's process group that a terminal may signal as a whole: Ctrl-C means that the worker drains, and
+    an engine that got it too would abort every request at once.
+
+    A worker that leads a session of its own, as under the supervisor, has no terminal; there the group stays together,
+    so that the supervisor can kill what a worker leaves.
     """
     with contextlib.suppress(OSError):
-        if os.getpgid(0) == os.getpgid(owner):
+        if os.getsid(owner) != owner and os.getpgid(0) == os.getpgid(owner):
             os.setpgid(0, 0)

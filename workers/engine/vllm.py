@@ -27,6 +27,7 @@ from workers.engine import aborts, arguments, parent_death, privacy, sockets
 from workers.engine.asgi import Caller, Response
 from workers.engine.base import Answer, EngineDead, EngineFacts, EngineStats
 from workers.models.verify import settle
+from workers.preflight import checks
 
 log = logs.get(__name__)
 
@@ -61,6 +62,7 @@ class VllmEngine:
         started = time.monotonic()
         set_environment(self._settings)
         model = settle(self.model_version, self._entry, self._settings)
+        checks.before_start(self.model_version, self._entry, self._settings)
         parent_death.own_engine()
         self._sockets = sockets.make_folder()
         problem = import_problem()
@@ -324,6 +326,8 @@ def set_environment(settings: Settings) -> None:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         # vLLM's debug level prints requests.
         "VLLM_LOGGING_LEVEL": "INFO" if log_level == "DEBUG" else log_level,
+        # One request with n=10000 would keep everybody else waiting for minutes; 128 is what OpenAI takes.
+        "VLLM_MAX_N_SEQUENCES": "128",
         "TOKENIZERS_PARALLELISM": "false",
     }.items():
         os.environ.setdefault(name, value)

@@ -1,0 +1,36 @@
+"""`workers check`: everything that can be known before an engine is started."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from common import registry as registries
+from common import settings as setting_files
+from common.errors import UsageError
+
+
+def check(
+    model: Annotated[
+        str | None, typer.Option(help="Model to check for: NAME or NAME@VERSION.", show_default="the default model")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Read the weights and compare their digest.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Check whether this machine can serve a model: vLLM, model files, devices, memory. Exit code 2 on a problem."""
+    from workers.engine.vllm import set_environment
+    from workers.preflight.checks import check_all
+
+    settings, registry = setting_files.load(), registries.load()
+    name = registry.resolve(model or settings.inference.default_model)
+    set_environment(settings)
+    found = check_all(name, registry.get(name), settings, full=full)
+    if json:
+        typer.echo(msgspec.json.encode(found))
+    else:
+        for one in found:
+            typer.echo(f"{one.level:<8} {one.check:<8} {one.text}")
+    if any(one.level == "problem" for one in found):
+        raise typer.Exit(UsageError.exit_code)
