@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import uuid
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
 
@@ -15,6 +16,10 @@ from common.errors import BatchmillError, StoreFull, Unreachable, UsageError
 
 #: Bytes of one part of an upload; S3 takes 10,000 parts, so files up to 160 GB.
 PART_BYTES = 16 << 20
+
+#: Where an object that is being written can be given up; elsewhere it is written under another name first.
+_DEFERRED = frozenset({"s3", "s3a", "gs", "gcs"})
+_TEMPORARY = ".tmp-"
 
 
 class ObjectStore:
@@ -29,8 +34,9 @@ class ObjectStore:
         except (ImportError, ValueError) as exc:
             raise UsageError(f"store {url}: cannot be opened: {exc}") from None
         self._fs: Any = fs
-        with self._errors("cannot be opened"):
-            fs.exists(self._root)
+        protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+        self._deferred = not _DEFERRED.isdisjoint(protocols)
+        self.exists("")
 
     def read(self, path: str) -> bytes:
         with self._errors(f"{path}: cannot be read"):
@@ -56,9 +62,14 @@ class ObjectStore:
             return int(self._fs.info(self._full(path))["size"])
 
     def exists(self, path: str) -> bool:
-        with self._errors(f"{path}: cannot be read"):
+        # Not the file system's own exists(): of a service that does not answer it says False.
+        with self._errors(f"{path}: cannot be read" if path else "cannot be opened"):
             self._fresh()
-            return bool(self._fs.exists(self._full(path)))
+            try:
+                self._fs.info(self._full(path))
+            except FileNotFoundError:
+                return False
+            return True
 
     def put_atomic(self, path: str, data: bytes) -> None:
         with self._errors(f"{path}: cannot be written"):
@@ -86,7 +97,8 @@ class ObjectStore:
                 return []
         below = full.strip("/") + "/"
         names = (str(name).strip("/") for name in found)
-        return sorted(n.removeprefix(below) for n in names if n.startswith(below) and n != below)
+        found = sorted(n.removeprefix(below) for n in names if n.startswith(below))
+        return [n for n in found if n and not n.startswith(_TEMPORARY)]
 
     def delete(self, path: str) -> None:
         with self._errors(f"{path}: cannot be removed"):
@@ -103,17 +115,27 @@ class ObjectStore:
     @contextlib.contextmanager
     def open_write(self, path: str) -> Iterator[BinaryIO]:
         what = f"{path}: cannot be written"
+        full = self._full(path)
+        folder, _, name = full.rpartition("/")
+        under = full if self._deferred else f"{folder}/{_TEMPORARY}{uuid.uuid4().hex}-{name}"
         with self._errors(what):
-            file = self._fs.open(self._full(path), "wb", block_size=PART_BYTES, autocommit=False)
+            file = self._fs.open(under, "wb", block_size=PART_BYTES, autocommit=not self._deferred)
         try:
             yield cast(BinaryIO, _Upload(file, self, what))
             with self._errors(what):
                 file.close()
-                file.commit()
+                if self._deferred:
+                    file.commit()
+                else:
+                    self._fs.mv(under, full)
         except BaseException:
+            # Parts that were sent already are given back; the error that led here is the one to report.
             with contextlib.suppress(Exception):
-                # Parts that were sent already are given back; the error that led here is the one to report.
-                file.discard()
+                if self._deferred:
+                    file.discard()
+                    file.closed = True  # or it would try to finish the upload when it is collected
+                else:
+                    self._fs.rm(under)
             raise
 
     def _full(self, path: str) -> str:
@@ -129,8 +151,13 @@ class ObjectStore:
         """Errors of the service as one line; a missing object stays `FileNotFoundError`, which callers expect."""
         try:
             yield
-        except (FileNotFoundError, BatchmillError):
+        except BatchmillError:
             raise
+        except FileNotFoundError:
+            if what.endswith("read"):
+                raise
+            # Nothing has to be there before a write but the bucket.
+            raise Unreachable(f"store {self.url}: {what}: there is no such bucket") from None
         except Exception as exc:
             # Each service's client has exceptions of its own, and no base is common to them.
             if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -208,6 +208,7 @@ class LocalStore:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 temporary.replace(target)
+                sync_folder(target.parent)
             except BaseException:
                 os.close(fd)
                 temporary.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from xxhash import xxh3_64_intdigest
 
 #: A window never holds more rows or more bytes of rows than this; all later steps work window by window.
-WINDOW_ROWS = 65_536
+WINDOW_ROWS = 16_384
 WINDOW_BYTES = 32 << 20
 
 #: Bytes at a prompt's start that its key holds as they are: any two prompts that part here part at the right byte.

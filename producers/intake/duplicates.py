@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 from xxhash import xxh3_128_digest
 
 from common.errors import Unreachable
-from producers.intake.external_sort import ExternalSort, spooled, write
+from producers.intake.external_sort import ExternalSort, Records, spooled, write
 
 _HASHES = np.dtype(
     [
@@ -122,32 +123,27 @@ class Duplicates:
                 suspects = records[alike]
                 found.add(self._compare(suspects[np.lexsort((suspects["index"], suspects["low"], suspects["high"]))]))
             for records in found:
-                for record in records:
-                    yield Duplicate(
-                        int(record["index"]), int(record["line"]), int(record["first_line"]), self._text(record)
-                    )
+                for index, line, first_line, offset, length in records.tolist():
+                    yield Duplicate(index, line, first_line, self._text(offset, length))
         finally:
             found.close()
 
-    def _compare(
-        self, suspects: np.ndarray[tuple[int, ...], np.dtype[np.void]]
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+    def _compare(self, suspects: Records) -> Records:
         """Of records sorted by hash and index: those whose text an earlier one of the same hash has."""
         rows: list[tuple[int, int, int, int, int]] = []
-        for _, group in groupby(suspects, key=lambda r: (r["high"], r["low"])):
+        for _, group in groupby(suspects.tolist(), key=itemgetter(0, 1)):
             first: dict[bytes, int] = {}
-            for record in group:
-                text = self._text(record)
-                line = int(record["line"])
+            for _, _, offset, line, index, length, refused in group:
+                text = self._text(offset, length)
                 earlier = first.setdefault(text, line)
-                if earlier != line and not record["refused"]:
-                    rows.append((int(record["index"]), line, earlier, int(record["offset"]), len(text)))
+                if earlier != line and not refused:
+                    rows.append((index, line, earlier, offset, length))
         return np.array(rows, _FOUND)
 
-    def _text(self, record: np.void) -> bytes:
+    def _text(self, offset: int, length: int) -> bytes:
         try:
-            self._texts.seek(int(record["offset"]))
-            return self._texts.read(int(record["length"]))
+            self._texts.seek(offset)
+            return self._texts.read(length)
         except OSError as exc:
             raise Unreachable(f"temporary files: {exc.strerror}") from None
 

@@ -1,6 +1,6 @@
 """Sort more records than memory should hold: sorted runs in a temporary file, merged piece by piece.
 
-Only a sample of each run's keys stays in memory (8 bytes for every `_STRIDE` records).
+Only one run and a sample of every run's keys (8 bytes for every `_STRIDE` records) stay in memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from common.errors import Unreachable
 
 Records = npt.NDArray[np.void]
 
-#: Every how many records of a run a key is remembered.
-_STRIDE = 1024
+#: Records of a run. The longer the runs, the fewer of them a piece is gathered from.
+_RUN = 16_384
+#: Every how many records of a run a key is remembered; a piece cannot be smaller than this times the number of runs.
+_STRIDE = 64
 #: Bytes that are kept in memory before a temporary file is made at all.
-SPOOL_BYTES = 8 << 20
+SPOOL_BYTES = 1 << 20
 
 
 class ExternalSort:
@@ -29,18 +31,30 @@ class ExternalSort:
     there, so nothing is left behind whatever happens).
     """
 
-    def __init__(self, dtype: np.dtype[np.void], key: str, folder: str | None = None, piece: int = 131_072) -> None:
+    def __init__(self, dtype: np.dtype[np.void], key: str, folder: str | None = None, piece: int = 32_768) -> None:
         self._dtype = dtype
         self._key = key
         self._piece = piece
         self._file = spooled(folder)
         self._runs: list[tuple[int, int, npt.NDArray[np.uint64]]] = []
+        self._pending: list[Records] = []
+        self._pending_count = 0
         self.count = 0
 
     def add(self, records: Records) -> None:
-        """Add records in any order; each call makes a run, so let calls be large."""
-        if not len(records):
+        """Add records in any order; they are kept, not copied, until a run is full."""
+        if len(records):
+            self._pending.append(records)
+            self._pending_count += len(records)
+            if self._pending_count >= _RUN:
+                self._end_run()
+
+    def _end_run(self) -> None:
+        if not self._pending:
             return
+        records = self._pending[0] if len(self._pending) == 1 else np.concatenate(self._pending)
+        self._pending.clear()
+        self._pending_count = 0
         run = records[np.argsort(records[self._key], kind="stable")]
         write(self._file, run.tobytes())
         self._runs.append((self.count, len(run), run[self._key][::_STRIDE].copy()))
@@ -48,6 +62,7 @@ class ExternalSort:
 
     def __iter__(self) -> Iterator[Records]:
         """Everything in order, in arrays; records of one key are never split over two arrays."""
+        self._end_run()
         done = [0] * len(self._runs)
         for bound in self._bounds():
             parts = []
@@ -59,7 +74,7 @@ class ExternalSort:
                     continue
                 records = self._read(start + done[n], end - done[n])
                 if bound is not None:
-                    records = records[: int(np.searchsorted(records[self._key], bound, "left"))]
+                    records = records[: int(np.searchsorted(records[self._key], bound, "left"))].copy()
                 done[n] += len(records)
                 parts.append(records)
             if parts and sum(map(len, parts)):

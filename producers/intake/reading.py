@@ -8,9 +8,10 @@ from typing import Self
 
 from common.errors import InvalidInput
 from producers.intake.duplicates import Duplicate, Duplicates
+from producers.intake.explain import Refused
 from producers.intake.reader import read_lines
 from producers.intake.refusals import SHOWN, LineError, Refusal, Refusals, Report, ReportFile
-from producers.intake.rules import Refused, Rules
+from producers.intake.rules import Rules
 from producers.intake.source import Source
 from producers.plan_file import InvalidWriter, PlanWriter, WindowRows
 from producers.planner import WINDOW_BYTES, WINDOW_ROWS

@@ -12,25 +12,28 @@ judge, which answers one bad request with one error. Fields that are not named h
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Raw
 
 from common.errors import UsageError
 from common.registry import Registry
 from common.settings import Settings
 from common.urls import SHORT_FORM, URL_CODE, URLS
+from producers.intake.explain import (
+    MAX_CUSTOM_ID,
+    MAX_DEPTH,
+    Refused,
+    check_utf8,
+    depth,
+    explain_body,
+    explain_line,
+    kind,
+    shown,
+)
 from producers.planner import prefix_key, token_cost
-
-#: Bytes of a custom id, as JSON.
-MAX_CUSTOM_ID = 1024
-#: Objects and arrays inside one another; Python's own JSON parser, which engines use, ends below 1,000.
-MAX_DEPTH = 200
 
 #: Tokens of an answer that states no limit, for the estimate of costs.
 DEFAULT_OUTPUT_TOKENS = 256
@@ -72,7 +75,8 @@ class Chat(Body):
 class Completion(Body):
     """/v1/completions; `max_tokens: 0` asks for the prompt's own log probabilities."""
 
-    prompt: Text
+    prompt: Text | None = None
+    prompt_embeds: Any = None
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     n: Count = None
 
@@ -149,7 +153,11 @@ _ENDPOINTS: dict[str, _Endpoint] = {
         _body(Chat), _prompt(*_TEMPLATE, "messages"), ("max_completion_tokens", "max_tokens")
     ),
     "/v1/completions": _Endpoint(
-        _body(Completion), _prompt("cache_salt", "prompt"), ("max_tokens",), COMPLETION_OUTPUT_TOKENS
+        _body(Completion),
+        _prompt("cache_salt", "prompt", "prompt_embeds"),
+        ("max_tokens",),
+        COMPLETION_OUTPUT_TOKENS,
+        needs=(("prompt", "prompt_embeds"),),
     ),
     "/v1/responses": _Endpoint(
         _body(Response), _prompt("cache_salt", "tools", "instructions", "input"), ("max_output_tokens",)
@@ -192,16 +200,6 @@ _encode = msgspec.json.Encoder().encode
 Checked = tuple[bytes, int, bytes, bytes, int]
 
 
-class Refused(Exception):
-    """A line that is no valid request. `custom_id`: its JSON string literal, None where it has none to be used."""
-
-    def __init__(self, field: str, reason: str, custom_id: bytes | None = None) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
-        self.custom_id = custom_id
-
-
 class Rules:
     """The rules for one batch. The first request decides its model version, unless the caller did."""
 
@@ -238,13 +236,13 @@ class Rules:
         if line is None:
             raise Refused("", f"is longer than {self.longest} bytes (store.max_request_bytes)")
         if not utf8:
-            _check_utf8(line)
+            check_utf8(line)
         try:
             head = _decode_head(line)
         except (msgspec.DecodeError, RecursionError) as exc:
             if not line.strip():
                 return None
-            raise _explain_line(line, exc) from None
+            raise explain_line(line, exc) from None
         custom_id = _encode(head.custom_id)
         if not 3 <= len(custom_id) <= MAX_CUSTOM_ID + 2:
             if len(custom_id) < 3:
@@ -253,7 +251,7 @@ class Rules:
         try:
             return self._check_body(head, custom_id, line)
         except (msgspec.DecodeError, RecursionError) as exc:
-            raise Refused(*_explain(exc, "body"), custom_id) from None
+            raise explain_body(head.body, exc, custom_id) from None
         except Refused as refused:
             refused.custom_id = custom_id
             raise
@@ -261,13 +259,13 @@ class Rules:
     def _check_body(self, head: Head, custom_id: bytes, line: bytes) -> Checked:
         if head.method is not None and head.method != "POST":
             raise Refused("method", "must be POST")
-        if line.count(b"{") + line.count(b"[") > MAX_DEPTH and _depth(line) > MAX_DEPTH:
+        if line.count(b"{") + line.count(b"[") > MAX_DEPTH and depth(line) > MAX_DEPTH:
             raise Refused("body", f"is nested deeper than {MAX_DEPTH} levels")
         raw = head.body
         # Everything is decoded once, whatever its name: parts that the structs leave alone must be JSON too.
         whole = _decode_any(raw)
         if not isinstance(whole, dict):
-            raise Refused("body", f"must be an object, is {_KINDS[type(whole)]}")
+            raise Refused("body", f"must be an object, is {kind(whole)}")
         code = self._url_code(head.url, whole)
         endpoint = _BY_CODE[code]
         body = endpoint.decode(raw)
@@ -310,7 +308,7 @@ class Rules:
             raise Refused("url", f"is missing, and the body has none of {', '.join(f for f, _ in SHORT_FORM)}")
         code = URL_CODE.get(url)
         if code is None:
-            raise Refused("url", f"{_shown(url)} is not supported; supported are {', '.join(URLS)}")
+            raise Refused("url", f"{shown(url)} is not supported; supported are {', '.join(URLS)}")
         return code
 
     def _limit(self, names: tuple[str, ...], body: Any) -> int | None:
@@ -337,13 +335,14 @@ class Rules:
         else:
             raise Refused(
                 "body.model",
-                f"{_shown(name)} is {meant}, this batch runs on {self.model}: one batch, one model version",
+                f"{shown(name)} is {meant}, this batch runs on {self.model}: one batch, one model version",
             )
 
     def _decide(self, model: str) -> None:
         self.model = model
         self._names |= {None, model}
-        context = self._registry.get(model).engine.get("max_model_len", self._context_setting)
+        engine = {key.replace("-", "_"): value for key, value in self._registry.get(model).engine.items()}
+        context = engine.get("max_model_len", self._context_setting)
         if isinstance(context, int) and context > 0:
             self._max_output, self._max_output_is = context, f"the context of {model}"
         if self._max_output_setting is not None and self._max_output_setting < self._max_output:
@@ -357,104 +356,3 @@ class Rules:
 
 _RESPONSES = URL_CODE["/v1/responses"]
 _MESSAGES = URL_CODE["/v1/messages"]
-
-_KINDS = {
-    bool: "true or false",
-    type(None): "null",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "an array",
-    dict: "an object",
-}
-_NAMES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "null": "null",
-    "array": "an array",
-    "object": "an object",
-}
-_AT_LEAST = re.compile(r"^Expected `int`(?: \| null)? >= (\d+)$")
-_AT_MOST = re.compile(r"^Expected `int`(?: \| null)? <= (\d+)$")
-_EXPECTED = re.compile(r"^Expected `([^`]+)`, got `([^`]+)`$")
-_MISSING = re.compile(r"^Object missing required field `([^`]+)`$")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-
-
-def _shown(text: str) -> str:
-    """A name out of the file, bounded."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
-
-
-def _check_utf8(line: bytes) -> None:
-    try:
-        line.decode()
-    except UnicodeDecodeError as exc:
-        raise Refused("", f"is not UTF-8 (byte {exc.start + 1} of the line)") from None
-
-
-def _depth(line: bytes) -> int:
-    """How deep objects and arrays stand inside one another, in a line that is JSON."""
-    marks = np.frombuffer(_STRING.sub(b"", line), np.uint8)
-    opened = ((marks == ord("{")) | (marks == ord("["))).astype(np.int64)
-    closed = (marks == ord("}")) | (marks == ord("]"))
-    return int(np.cumsum(opened - closed).max(initial=0))
-
-
-def _explain(exc: Exception, where: str = "") -> tuple[str, str]:
-    """Field and reason, out of an exception of msgspec; never any of the content."""
-    if isinstance(exc, RecursionError):
-        return where, f"is nested deeper than {MAX_DEPTH} levels"
-    what, _, at = str(exc).partition(" - at `$")
-    path = at.rstrip("`").lstrip(".")
-    field = f"{where}.{path}".strip(".")
-    if missing := _MISSING.match(what):
-        return f"{field}.{missing[1]}".lstrip("."), "is missing"
-    if found := _EXPECTED.match(what):
-        wanted = [_NAMES.get(name, name) for name in found[1].split(" | ") if name != "null"]
-        return field, f"must be {' or '.join(wanted)}, is {_NAMES.get(found[2], found[2])}"
-    if found := _AT_LEAST.match(what):
-        return field, f"must be at least {found[1]}"
-    if found := _AT_MOST.match(what):
-        return field, f"must be at most {found[1]}"
-    if what.startswith("Expected `array` of length >= 1"):
-        return field, "must not be empty"
-    if isinstance(exc, msgspec.ValidationError):
-        return field, what[0].lower() + what[1:].replace("`", "")
-    if what == "Input data was truncated":
-        return field, "is not valid JSON: it ends in the middle"
-    return field, f"is not valid JSON: {what.removeprefix('JSON is malformed: ')}"
-
-
-def _explain_line(line: bytes, exc: Exception) -> Refused:
-    """Why a line could not be read, with its custom id where there is one."""
-    field, reason = _explain(exc)
-    custom_id = None
-    if isinstance(exc, msgspec.ValidationError):
-        try:
-            whole = _decode_any(line)
-        except (msgspec.DecodeError, RecursionError):
-            whole = None
-        found = whole.get("custom_id") if isinstance(whole, dict) else None
-        if isinstance(found, str):
-            literal = _encode(found)
-            custom_id = literal if 3 <= len(literal) <= MAX_CUSTOM_ID + 2 else None
-        elif field == "custom_id" and isinstance(found, int | float):
-            reason += "; put it in quotes"
-    elif isinstance(exc, msgspec.DecodeError):
-        # Python's own parser takes two things that are no JSON; when it can read the line, it is one of these.
-        constants: list[str] = []
-        try:
-            json.loads(line, parse_constant=constants.append)
-        except (ValueError, RecursionError):
-            if b"\r" in line.strip():
-                reason += " (lines must end with \\n or \\r\\n, not with \\r alone)"
-        else:
-            if constants:
-                reason = f"is not valid JSON: {constants[0]} is no JSON number"
-            elif _SURROGATE.search(line):
-                reason = "holds half of a surrogate pair (\\ud800 to \\udfff), which is no Unicode text"
-    return Refused(field, reason, custom_id)

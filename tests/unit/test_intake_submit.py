@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+import zstandard
+from blake3 import blake3
 
 from common.errors import UsageError
 from common.messages import Row
 from common.registry import ModelVersion, Registry
-from common.settings import Settings
+from common.settings import Inference, Scheduler, Settings
 from common.store import LocalStore
 from producers.batch import Batch, read_batch, read_status
-from producers.intake import Options, Rejected, submit, submit_bytes, validate
+from producers.intake import LineError, Options, Rejected, shard_of, submit, submit_bytes, validate
 from producers.plan_file import InvalidReader, PlanReader
 
 REGISTRY = Registry(
@@ -99,3 +105,246 @@ def test_what_is_no_file_is_one_line(store: LocalStore, tmp_path: Path) -> None:
         submit(str(tmp_path / "none"), store, Settings(), REGISTRY, Options())
     with pytest.raises(UsageError, match="is a folder"):
         submit(str(tmp_path), store, Settings(), REGISTRY, Options())
+
+
+def test_bad_lines_in_every_window_and_repeats_across(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small windows, so that everything happens at their borders: the output order is that of the lines."""
+    monkeypatch.setattr("producers.intake.reading.WINDOW_ROWS", 7)
+    lines = []
+    for n in range(100):
+        if n % 9 == 4:
+            lines.append(b"{broken")
+        elif n % 9 == 8:
+            lines.append(chat(f"id-{n - 8}"))  # a repeat, sometimes across a border
+        else:
+            lines.append(chat(f"id-{n}", f"group {n % 3} text {n}"))
+        if n % 11 == 0:
+            lines.append(b"   ")
+    bad = {n for n in range(100) if n % 9 in (4, 8)}
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\r\n".join(lines))
+    batch = submit(str(path), store, Settings(), REGISTRY, Options(skip_invalid=True))
+
+    assert (batch.requests, batch.planned, batch.invalid) == (100, 100 - len(bad), len(bad))
+    rows = rows_of(store, batch)
+    assert [r.pos for r in rows] == list(range(batch.planned))
+    assert sorted(r.index for r in rows) == [n for n in range(100) if n not in bad]
+    for row in rows:
+        assert row.custom_id == b'"id-%d"' % row.index
+        assert json.loads(row.body)["messages"][0]["content"].endswith(f"text {row.index}")
+    found = list(InvalidReader(store, batch))
+    assert [n for n, _ in found] == sorted(bad)
+    assert batch.windows[0].index_start == 0
+    assert batch.windows[-1].index_end == 100
+    for one, other in zip(batch.windows, batch.windows[1:], strict=False):
+        assert (one.pos_end, one.index_end) == (other.pos_start, other.index_start)
+    for window in batch.windows:
+        assert window.index_end - window.index_start <= 7
+        inside = {r.index for r in rows[window.pos_start : window.pos_end]}
+        assert inside == {n for n in range(window.index_start, window.index_end) if n not in bad}
+    assert batch.cost == int(PlanReader.of(store, batch).plan(0, batch.planned)["cost"].sum())
+    # The same file without the option: the same lines are reported.
+    report = validate(str(path), Settings(), REGISTRY, Options())
+    assert report.error_count == len(bad)
+    assert [e.line for e in report.errors] == sorted(e.line for e in report.errors)
+    with pytest.raises(Rejected) as caught:
+        submit(str(path), store, Settings(), REGISTRY, Options())
+    assert caught.value.report.errors == report.errors
+
+
+def test_windows_end_by_bytes_too(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.intake.reading.WINDOW_BYTES", 2000)
+    data = b"\n".join(chat(f"{n}", "x" * (3000 if n == 5 else 300)) for n in range(20))
+    batch = submit_bytes(data, store, Settings(), REGISTRY, Options())
+    reader = PlanReader.of(store, batch)
+    sizes = [sum(map(len, reader.read(w.pos_start, w.pos_end))) for w in batch.windows]
+    assert len(sizes) > 4
+    assert all(size <= 2000 or w.pos_end - w.pos_start == 1 for size, w in zip(sizes, batch.windows, strict=True))
+    assert [r.index for r in sorted(rows_of(store, batch), key=lambda r: r.index)] == list(range(20))
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n  \r\n\t\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_file_without_requests_is_refused(store: LocalStore, data: bytes, skip: bool) -> None:
+    with pytest.raises(Rejected, match="inline: has no requests in it; nothing was submitted") as caught:
+        submit_bytes(data, store, Settings(), REGISTRY, Options(skip_invalid=skip))
+    assert caught.value.report.requests == 0
+    assert [e.reason for e in caught.value.report.errors] == ["has no requests in it"]
+    assert caught.value.exit_code == 2
+    assert store.list("batches") == store.list("incoming") == []
+
+
+def test_a_bom_crlf_and_no_final_newline(store: LocalStore) -> None:
+    batch = submit_bytes(b"\xef\xbb\xbf" + chat("a") + b"\r\n\r\n" + chat("b"), store, Settings(), REGISTRY, Options())
+    assert [r.custom_id for r in rows_of(store, batch)] == [b'"a"', b'"b"']
+
+
+def test_lines_that_are_not_utf8_are_told_from_their_neighbours(store: LocalStore) -> None:
+    data = b"\n".join([chat("a"), chat("b", "BAD").replace(b"BAD", b"\xff\xfe"), chat("c", "é\u2028\u0085")])
+    with pytest.raises(Rejected) as caught:
+        submit_bytes(data, store, Settings(), REGISTRY, Options())
+    (error,) = caught.value.report.errors
+    assert error.line == 2
+    assert "not UTF-8" in error.reason
+
+
+def test_a_line_of_20_mb_is_one_bad_line(store: LocalStore) -> None:
+    data = b"\n".join([chat("a"), chat("b", "x" * (20 << 20)), chat("c")])
+    batch = submit_bytes(data, store, Settings(), REGISTRY, Options(skip_invalid=True))
+    assert (batch.planned, batch.invalid) == (2, 1)
+    (found,) = InvalidReader(store, batch)
+    assert found[0] == 1
+    assert b"line 2: is longer than 8388608 bytes" in found[1]
+
+
+def test_the_longest_line_that_may_be(store: LocalStore) -> None:
+    line = chat("a", "x" * ((8 << 20) - len(chat("a", ""))))
+    assert len(line) == 8 << 20
+    batch = submit_bytes(line + b"\r\n", store, Settings(), REGISTRY, Options())
+    assert batch.planned == 1
+    with pytest.raises(Rejected, match="is longer than"):
+        submit_bytes(b" " + line + b"\r\n", store, Settings(), REGISTRY, Options())
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_truncated_file_is_refused_whole(store: LocalStore, tmp_path: Path, skip: bool) -> None:
+    data = b"\n".join(chat(f"{n}", f"{n * 7919}") for n in range(20_000))
+    for name, packed in (("x.gz", gzip.compress(data)), ("x.zst", zstandard.ZstdCompressor().compress(data))):
+        path = tmp_path / name
+        path.write_bytes(packed[: len(packed) * 3 // 4])
+        with pytest.raises(Rejected, match=r"data ends in the middle .*; nothing was submitted") as caught:
+            submit(str(path), store, Settings(), REGISTRY, Options(skip_invalid=skip))
+        # Only that: the line that was cut through is not called malformed.
+        assert caught.value.report.error_count == 1
+        assert store.list("batches") == store.list("incoming") == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(store: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join(chat(f"{n}") for n in range(20_000)))
+    changed: list[tuple[int, int]] = []
+
+    def append(bytes_read: int, lines: int) -> None:
+        if not changed:
+            changed.append((bytes_read, lines))
+            with open(path, "ab") as file:
+                file.write(b"\n" + chat("late"))
+
+    with pytest.raises(Rejected, match=r"in\.jsonl: changed while it was read; submit it again"):
+        submit(str(path), store, Settings(), REGISTRY, Options(), append)
+    assert changed[0][0] > 0
+    assert changed[0][1] > 0
+    assert store.list("batches") == store.list("incoming") == []
+
+
+def test_progress_counts_bytes_and_lines(store: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join(chat(f"{n}") for n in range(20_000)))
+    seen: list[tuple[int, int]] = []
+    batch = submit(str(path), store, Settings(), REGISTRY, Options(), lambda *now: seen.append(now))
+    assert seen == sorted(seen)
+    assert seen[-1] == (path.stat().st_size, 20_000)
+    assert batch.input.bytes == path.stat().st_size
+    assert batch.input.digest == blake3(path.read_bytes()).hexdigest()
+
+
+def test_all_lines_bad_is_a_batch_of_errors(store: LocalStore) -> None:
+    batch = submit_bytes(b"[1]\n[2]", store, Settings(), REGISTRY, Options(skip_invalid=True))
+    assert (batch.requests, batch.planned, batch.invalid, batch.model) == (2, 0, 2, "tiny@1")
+    assert PlanReader.of(store, batch).read(0, 0) == []
+    assert [n for n, _ in InvalidReader(store, batch)] == [0, 1]
+
+
+def test_more_errors_than_are_shown(store: LocalStore) -> None:
+    data = b"\n".join([chat("a")] + [b"[%d]" % n for n in range(250)])
+    with pytest.raises(Rejected, match="250 of 251 requests are not valid, nothing was submitted; first, line 2") as e:
+        submit_bytes(data, store, Settings(), REGISTRY, Options(), "in/put file.jsonl")
+    report = e.value.report
+    assert (len(report.errors), report.error_count) == (100, 250)
+    assert report.report_file is not None
+    assert report.report_file in str(e.value)
+    with open(report.report_file, "rb") as file:
+        assert [msgspec.json.decode(line, type=LineError).line for line in file] == list(range(2, 252))
+    assert "\n" not in str(e.value)
+
+
+def test_a_report_file_that_cannot_be_written_spoils_nothing(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> tuple[int, str]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("producers.intake.refusals.tempfile.mkstemp", full)
+    with pytest.raises(Rejected) as caught:
+        submit_bytes(b"[1]", store, Settings(), REGISTRY, Options())
+    assert caught.value.report.report_file is None
+    assert caught.value.report.error_count == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (Options(max_tokens_default=0), "--max-tokens-default: 0 is too small"),
+        (Options(cache="maybe"), "cache: 'maybe' is not one of"),
+        (Options(timeout_s=0), "timeout: 0 is not"),
+        (Options(timeout_s=float("nan")), "timeout: nan is not"),
+        (Options(idempotency_key=""), "idempotency key"),
+        (Options(metadata={"k": "v" * 600}), "metadata: 'k'"),
+        (Options(metadata={f"{n}": "" for n in range(17)}), "metadata: 17 pairs"),
+        (Options(model="nope"), "unknown model 'nope'"),
+        (Options(max_tokens_default=4096), "more than the context of tiny@1"),
+    ],
+)
+def test_options_that_cannot_be(store: LocalStore, options: Options, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        submit_bytes(chat("a"), store, Settings(), REGISTRY, options)
+    assert store.list("batches") == store.list("incoming") == []
+
+
+def test_what_the_batch_remembers(store: LocalStore) -> None:
+    settings = Settings(inference=Inference(request_timeout_s=33), scheduler=Scheduler(shards=5))
+    batch = submit_bytes(chat("a"), store, settings, REGISTRY, Options(cache="on", timeout_s=5))
+    assert (batch.cache, batch.timeout_s, batch.shard) == ("on", 5, shard_of(batch.id, 5))
+    assert store.list(f"active/{batch.shard}") == [batch.id]
+    other = submit_bytes(chat("a"), store, settings, REGISTRY, Options())
+    assert (other.cache, other.timeout_s) == ("off", 33)
+    assert {shard_of(f"batch_{n}", 4) for n in range(100)} == {0, 1, 2, 3}
+
+
+def test_files_with_prompts_are_private(store: LocalStore) -> None:
+    batch = submit_bytes(chat("a"), store, Settings(), REGISTRY, Options())
+    folder = store.local_path(f"batches/{batch.id}")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()} == {0o600}
+
+
+def test_memory_does_not_follow_the_size_of_the_file(tmp_path: Path) -> None:
+    """Peak memory of a whole process, at one size and at five times that."""
+    code = """
+import re, sys
+from common.registry import ModelVersion, Registry
+from common.settings import Settings
+from common.store import open_store
+from producers.intake import Options, submit
+registry = Registry({"m@1": ModelVersion(source="x")}, {}, "m")
+submit(sys.argv[1], open_store(sys.argv[2]), Settings(), registry, Options())
+print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+"""
+    peaks = []
+    for count in (40_000, 200_000):
+        path = tmp_path / f"{count}.jsonl"
+        with open(path, "wb") as file:
+            for n in range(count):
+                file.write(chat(f"{n}", f"{n} " + "x" * 450) + b"\n")
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path), str(tmp_path / "store")],
+            capture_output=True,
+            timeout=120,
+            check=True,
+        )
+        peaks.append(int(done.stdout) / 1024)
+        path.unlink()
+    assert peaks[1] < peaks[0] * 1.15
+    assert peaks[1] < 100
