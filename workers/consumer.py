@@ -65,6 +65,18 @@ class ChunkConsumer(Consumer):  # type: ignore[misc]
             "celery.worker.consumer.consumer:Evloop",
         )
 
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        """Throw the broken connection away, however badly that goes.
+
+        kombu closes a Redis channel twice when Redis is gone, and the second time stumbles over what the first has
+        cleared; Celery takes that for the end of the worker, which would throw the engine away as well.
+        """
+        try:
+            super().on_connection_error_after_connected(exc)
+        except Exception as again:
+            log.warning("the broken connection did not close cleanly", error=type(again).__name__)
+            self.connection = None
+
     def create_task_handler(self, promise: Any = promise) -> Callable[[Any], None]:
         """Celery's handler for chunks, the grave for everything else."""
         handle = super().create_task_handler(promise)

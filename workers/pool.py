@@ -26,6 +26,7 @@ from common import logs
 from common.errors import BatchmillError
 from workers.abort import Abort
 from workers.node import Node, die
+from workers.request import release_orphan
 
 #: Seconds between turns of the drain.
 TURN_S = 0.05
@@ -260,10 +261,10 @@ def _run_acks(hub: Any) -> None:
 
 def _is_ack(callback: Any) -> bool:
     function = getattr(callback, "fun", None)
-    return isinstance(getattr(function, "__self__", None), Message) and getattr(function, "__name__", "") in (
-        "ack_log_error",
-        "reject_log_error",
-    )
+    if function is release_orphan:
+        return True
+    name = getattr(function, "__name__", "")
+    return isinstance(getattr(function, "__self__", None), Message) and name in ("ack_log_error", "reject_log_error")
 
 
 def _shutdown_if_asked() -> None:

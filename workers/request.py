@@ -14,12 +14,14 @@ from typing import Any
 from celery.worker import state
 from celery.worker.request import Request
 
-from common import serializer
+from common import logs, serializer
 from common.messages import TASK_INFER
 
 _CHUNK_ID = re.compile(r"^chunk_[0-9a-hjkmnp-tv-z]{26}$")
 #: What coordinators write: ids and counts. Anything else is not shown.
 _ARGSREPR = re.compile(r"^[\w@.,=: +-]{1,300}$", re.ASCII)
+
+log = logs.get(__name__)
 
 
 def refusal(message: Any) -> str | None:
@@ -98,6 +100,9 @@ class ChunkRequest(Request):  # type: ignore[misc]
         }
         super().__init__(message, headers=clean, **options)
 
+    #: The consumer that received it; set by `strategy`.
+    consumer: Any = None
+
     def info(self, **_: Any) -> dict[str, Any]:
         """What monitors get, whether they ask for safe information or not."""
         found: dict[str, Any] = super().info(safe=True)
@@ -106,6 +111,7 @@ class ChunkRequest(Request):  # type: ignore[misc]
     def execute_using_pool(self, pool: Any, **kwargs: Any) -> Any:
         """Run it, unless a copy runs: then this delivery ends with that one."""
         if not deliveries.arrive(self):
+            log.info("a copy of a running chunk joins it", chunk=self.id)
             return None
         try:
             return super().execute_using_pool(pool, **kwargs)
@@ -138,6 +144,8 @@ class ChunkRequest(Request):  # type: ignore[misc]
             else:
                 # Its connection is gone, and with it the delivery: the broker has sent a copy, or will.
                 request.acknowledged = True
+                if how is Request.acknowledge:
+                    request.consumer.call_soon_ack(release_orphan, request.consumer, request.message)
             if request is not self:
                 state.task_ready(request)
 
@@ -146,6 +154,20 @@ def _stands(channel: Any) -> bool:
     if hasattr(channel, "is_open"):  # RabbitMQ
         return channel.connection is not None and bool(channel.is_open)
     return not getattr(channel, "closed", False)
+
+
+def release_orphan(consumer: Any, message: Any) -> None:
+    """Redis: forget an unacked message whose connection broke, over the connection of now.
+
+    It keeps its tag through every redelivery, so this spares a second run after the visibility timeout.
+    """
+    if consumer.connection is None or consumer.connection.transport.driver_type != "redis":
+        return
+    qos = consumer.task_consumer.channel.qos
+    try:
+        qos._remove_from_indices(message.delivery_tag).execute()
+    except consumer.connection_errors as exc:
+        log.debug("an orphan stays until its visibility timeout", error=type(exc).__name__)
 
 
 def strategy(task: Any, app: Any, consumer: Any, **_: Any) -> Callable[..., None]:
@@ -163,6 +185,7 @@ def strategy(task: Any, app: Any, consumer: Any, **_: Any) -> Callable[..., None
             task=task,
             connection_errors=consumer.connection_errors,
         )
+        request.consumer = consumer
         if request.revoked():
             return
         request.send_event(

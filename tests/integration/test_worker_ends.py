@@ -1,0 +1,178 @@
+"""How workers end, by any hand: nothing finished is lost or repeated, and nothing is left running."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import psutil
+
+from common.messages import Kind, infer_queue
+from tests.conftest import ECHO_MODEL
+from tests.integration.conftest import READY
+from tests.support.brokers import Broker, RabbitBroker, RedisBroker
+from tests.support.chunks import Dispatch, StartWorker, chat, make_chunk
+from tests.support.ports import wait_until
+from tests.support.processes import Processes
+from workers.node import EXIT_ENGINE
+
+QUEUE = infer_queue(ECHO_MODEL)
+OUTPUT = {0: Kind.OUTPUT}
+
+
+def test_a_killed_workers_chunk_is_answered_by_the_next(
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+) -> None:
+    first = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=hang", BATCHMILL_BROKER_VISIBILITY_TIMEOUT_S=4)
+    chunk = dispatch.send(make_chunk([chat("SLOW"), chat("fast")], ECHO_MODEL))
+    dispatch.collect(lambda: len(dispatch.of(chunk).rows) == 1, 15, "fast row")
+    broker.wait_depth(QUEUE, unacked=1)
+    first.kill()
+    processes.wait_gone()
+    start_worker(BATCHMILL_BROKER_VISIBILITY_TIMEOUT_S=4)
+    answers = dispatch.wait(chunk, 40)
+    assert dict((pos, kind) for pos, kind, _ in answers.rows) == {0: Kind.OUTPUT, 1: Kind.OUTPUT}
+    broker.wait_depth(QUEUE, ready=0, unacked=0)
+
+
+def test_a_drain_keeps_acks_and_heartbeats_going(
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+) -> None:
+    """A drain of several heartbeats (4 s each): what ends early is acked at once, and nothing is delivered again."""
+    worker = start_worker(
+        BATCHMILL_ECHO_FAULTS="SHORT=slow:1.5,LONG=slow:14",
+        BATCHMILL_BROKER_HEARTBEAT_S=4,
+        BATCHMILL_INFERENCE_DRAIN_S=40,
+    )
+    short = [dispatch.send(make_chunk([chat("SHORT")], ECHO_MODEL)) for _ in range(2)]
+    long = dispatch.send(make_chunk([chat("LONG")], ECHO_MODEL))
+    broker.wait_depth(QUEUE, ready=0, unacked=3)
+    began = time.monotonic()
+    worker.signal(signal.SIGTERM)
+    for chunk in short:
+        assert dispatch.wait(chunk).kinds() == OUTPUT
+    # Acked now, not at the end of the drain.
+    broker.wait_depth(QUEUE, ready=0, unacked=1, timeout=5)
+    assert time.monotonic() - began < 10
+    assert dispatch.wait(long).kinds() == OUTPUT
+    assert worker.wait() == 0
+    broker.wait_depth(QUEUE, ready=0, unacked=0)
+    assert all(len(dispatch.of(chunk).messages) == 1 for chunk in [*short, long])
+    processes.wait_gone()
+
+
+def test_the_end_of_the_drain_gives_chunks_back(
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+) -> None:
+    worker = start_worker(BATCHMILL_ECHO_FAULTS="HANG=hang", BATCHMILL_INFERENCE_DRAIN_S=0.5)
+    chunk = dispatch.send(make_chunk([chat("HANG"), chat("a"), chat("b")], ECHO_MODEL))
+    broker.wait_depth(QUEUE, ready=0, unacked=1)
+    assert worker.stop(20) == 0
+    broker.wait_depth(QUEUE, ready=1, unacked=0)
+    processes.wait_gone()
+    dispatch.collect(lambda: len(dispatch.of(chunk).rows) == 2, 10, "what was done before")
+    assert not dispatch.of(chunk).done
+    assert dispatch.of(chunk).kinds() == {1: Kind.OUTPUT, 2: Kind.OUTPUT}
+    start_worker()
+    assert dispatch.wait(chunk).lines()[0]["response"]["status_code"] == 200
+    broker.wait_depth(QUEUE, ready=0, unacked=0)
+
+
+def test_a_second_signal_skips_the_drain(redis_broker: RedisBroker, processes: Processes, tmp_path: object) -> None:
+    from tests.conftest import make_fleet_env
+
+    env = make_fleet_env(processes.folder, redis_broker.url, redis_broker.state_url)
+    env |= {"BATCHMILL_ECHO_FAULTS": "HANG=hang", "BATCHMILL_INFERENCE_DRAIN_S": "600"}
+    worker = processes.worker(env, ECHO_MODEL)
+    worker.wait_line(READY)
+    from common import settings
+
+    dispatch = Dispatch(settings.load(env=env))
+    dispatch.send(make_chunk([chat("HANG")], ECHO_MODEL))
+    redis_broker.wait_depth(QUEUE, ready=0, unacked=1)
+    worker.signal(signal.SIGTERM)
+    worker.wait_line("draining")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait(20) == 0
+    redis_broker.wait_depth(QUEUE, ready=1, unacked=0)
+    processes.wait_gone()
+    dispatch.close()
+
+
+def test_a_dead_engine_ends_the_process_and_says_nothing_false(
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+) -> None:
+    worker = start_worker(BATCHMILL_ECHO_FAULTS="HANG=hang,DIE=die,E500=500")
+    chunk = dispatch.send(make_chunk([chat("HANG"), chat("fine")], ECHO_MODEL))
+    broker.wait_depth(QUEUE, ready=0, unacked=1)
+    killer = dispatch.send(make_chunk([chat("DIE")], ECHO_MODEL))
+    assert worker.wait(30) == EXIT_ENGINE
+    assert "the engine died" in worker.text
+    broker.wait_depth(QUEUE, ready=0 if broker.kind == "redis" else 2)
+    dispatch.collect(lambda: len(dispatch.of(chunk).rows) == 1, 10, "what was answered before")
+    assert dispatch.of(chunk).kinds() == {1: Kind.OUTPUT}
+    assert not dispatch.of(chunk).done
+    assert dispatch.of(killer).rows == []
+    processes.wait_gone()
+
+
+def test_the_supervisor_starts_a_failed_worker_again(
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+) -> None:
+    supervisor = start_worker(supervised=True, BATCHMILL_ECHO_FAULTS="DIE=die")
+    dispatch.send(make_chunk([chat("DIE")], ECHO_MODEL))
+    supervisor.wait_line(rf"worker failed; starting it again.*status={EXIT_ENGINE}", 30)
+    before = len(supervisor.lines)
+    supervisor.wait_line(READY, 30, after=before)
+    broker.purge(QUEUE)
+    assert supervisor.stop() == 0
+    processes.wait_gone()
+
+
+def test_workers_die_with_their_supervisor(start_worker: StartWorker, processes: Processes) -> None:
+    supervisor = start_worker(supervised=True)
+    [worker] = supervisor.children()
+    assert psutil.Process(worker.pid).is_running()
+    supervisor.kill()
+    processes.wait_gone(10)
+
+
+def test_work_goes_on_through_a_broker_restart(
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+) -> None:
+    """The connection is lost, the chunk is delivered again and joins the copy that runs; results wait for the broker."""
+    worker = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=slow:4", BATCHMILL_INFERENCE_DRAIN_S=20)
+    if isinstance(broker, RabbitBroker):
+        # RabbitMQ 3.10 breaks a quorum queue that is killed before its name was saved.
+        names = next(broker.server.folder.glob("mnesia/*/quorum/*/names.dets"))
+        changed = names.stat().st_mtime_ns
+        wait_until(lambda: names.stat().st_mtime_ns != changed, 30, "RabbitMQ saves its queue names")
+    chunks = [dispatch.send(make_chunk([chat("SLOW"), chat("x")], ECHO_MODEL)) for _ in range(2)]
+    broker.wait_depth(QUEUE, ready=0, unacked=2)
+    dispatch.collect(lambda: all(len(dispatch.of(c).rows) == 1 for c in chunks), 10, "the fast rows")
+    broker.restart()
+    for chunk in chunks:
+        assert dispatch.wait(chunk, 60).kinds() == {0: Kind.OUTPUT, 1: Kind.OUTPUT}
+    broker.wait_depth(QUEUE, ready=0, unacked=0, timeout=60)
+    assert worker.stop() == 0
+    processes.wait_gone()
+
+
+def test_a_redelivered_chunk_joins_the_copy_that_runs(
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+) -> None:
+    worker = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=slow:5")
+    chunk = dispatch.send(make_chunk([chat("SLOW")], ECHO_MODEL))
+    broker.wait_depth(QUEUE, ready=0, unacked=1)
+    if isinstance(broker, RabbitBroker):
+        wait_until(lambda: len(broker.server.api("GET", f"vhosts/{broker.vhost}/connections")) >= 2, 10, "connections")
+        for connection in broker.server.api("GET", f"vhosts/{broker.vhost}/connections"):
+            broker.server.api("DELETE", f"connections/{connection['name'].replace(' ', '%20').replace('>', '%3E')}")
+    else:
+        broker.state.client_kill_filter(_type="normal", skipme=True)
+    worker.wait_line("a copy of a running chunk joins it", 20)
+    assert dispatch.wait(chunk).kinds() == OUTPUT
+    broker.wait_depth(QUEUE, ready=0, unacked=0)
+    assert worker.stop() == 0
+    assert len(dispatch.of(chunk).messages) == 1
+    processes.wait_gone()
