@@ -145,16 +145,23 @@ class Client:
                 on_update(seen)
         return seen
 
-    def results(self, batch_id: str) -> Iterator[dict[str, Any]]:
-        """The result lines of a batch that has ended, answers and errors, in the order of its input.
+    def results(self, batch_id: str, *, partial: bool = False) -> Iterator[dict[str, Any]]:
+        """The result lines of a batch, answers and errors, in the order of its input.
 
-        A line is `{"id", "custom_id", "response", "error", "batchmill"}` (docs/file-formats.md). Raises `UsageError`
-        when the batch has not ended.
+        A line is `{"id", "custom_id", "response", "error", "batchmill"}` (docs/file-formats.md). `partial`: of a batch
+        that runs, those that are there; it takes the coordinator's log, so its machine or a shared disk. Raises
+        `UsageError` when the batch has not ended otherwise.
         """
         seen = look(self.store, batch_id)
-        if not seen.final:
+        if seen.final:
+            found = outputs.lines(self.store, batch_id)
+        elif partial:
+            from producers.partial import lines
+
+            found = lines(self.store, self.settings, seen)
+        else:
             raise UsageError(f"{batch_id} is {seen.status}: its results are there when it has ended; use wait()")
-        return map(msgspec.json.decode, outputs.lines(self.store, batch_id))
+        return map(msgspec.json.decode, found)
 
     def save(self, batch_id: str, folder: str | os.PathLike[str]) -> outputs.Outputs:
         """Copy the outputs of a batch that has ended into a folder: output.jsonl, errors.jsonl, summary.json."""

@@ -183,12 +183,13 @@ def results(
             "--output", "-o", metavar="DIR", help="Folder; - for all lines on stdout. (default: ./batchmill-out/ID)"
         ),
     ] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="What is answered so far, while it runs.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Put the outputs of a batch."""
     from producers.cli.results import results
 
-    return results(batch_id, output=output, as_json=as_json)
+    return results(batch_id, output=output, partial=partial, as_json=as_json)
 
 
 @app.command()

@@ -6,28 +6,42 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UsageError
+from common.settings import Settings
+from common.store import Store
 from producers import outputs
-from producers.batch_view import look
+from producers.batch_view import BatchView, look
 from producers.cli import exits, say, surroundings, wording
-from producers.cli.watch import default_folder, hand_over
+from producers.cli.watch import default_folder, hand_over, tell
 
 STDOUT = "-"
 
 
-def results(batch_id: str, *, output: str | None, as_json: bool) -> int:
+def results(batch_id: str, *, output: str | None, partial: bool, as_json: bool) -> int:
     """Put the outputs of a batch; the outcome of one that has ended is the exit code."""
     settings = surroundings.load_settings()
     store = surroundings.store_of(settings)
     seen = look(store, batch_id)
-    if not seen.final:
+    if not seen.final and not partial:
         raise UsageError(
             f"{batch_id} is {wording.status(seen)} ({seen.answered:,} of {seen.request_counts.total:,} done): "
-            f"wait for it with 'producers watch {batch_id}'"
+            f"wait for it with 'producers watch {batch_id}', or take what is there with --partial"
         )
     if output == STDOUT:
-        to_stdout(outputs.lines(store, batch_id), as_json=as_json)
-        return exits.of_batch(seen.status, seen.request_counts.failed)
-    return hand_over(store, seen, target_of(output, batch_id), as_json=as_json)
+        to_stdout(outputs.lines(store, batch_id) if seen.final else so_far(store, settings, seen), as_json=as_json)
+    elif seen.final:
+        return hand_over(store, seen, target_of(output, batch_id), as_json=as_json)
+    else:
+        from producers.partial import deliver
+
+        tell(seen, deliver(store, settings, seen, target_of(output, batch_id)), as_json=as_json)
+    return exits.of_batch(seen.status, seen.request_counts.failed) if seen.final else exits.ANSWERED
+
+
+def so_far(store: Store, settings: Settings, seen: BatchView) -> Iterator[bytes]:
+    """The lines of what is answered so far."""
+    from producers.partial import lines
+
+    return lines(store, settings, seen)
 
 
 def target_of(output: str | None, batch_id: str) -> Path:

@@ -98,13 +98,14 @@ def running_fleet(settings: Settings, seen: BatchView) -> Iterator[Callable[[Bat
 
 
 def tell(seen: BatchView, outputs: Outputs | None, *, as_json: bool) -> None:
-    """The end of a batch, on stdout."""
+    """How a batch ended, or stands, on stdout."""
     if as_json:
         say.json(Ended(batch=seen, outputs=outputs).flat())
         return
     said = [wording.ending(seen)]
     if outputs is not None:
-        said += [f"  output   {outputs.output}", f"  errors   {outputs.errors}", f"  summary  {outputs.summary}"]
+        named = (("output", outputs.output), ("errors", outputs.errors), ("summary", outputs.summary))
+        said += [f"  {name:<8} {path}" for name, path in named if path is not None]
     say.out("\n".join(said))
 
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from common.errors import Unreachable
 from common.logs import get
@@ -28,8 +29,9 @@ log = get(__name__)
 SEGMENT_BYTES = 64 << 20
 #: Bytes left free on the ledger's disk: enough for the status files that say that it is full.
 RESERVE_BYTES = 32 << 20
-_OFFSET_BITS = 40
-_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+#: A place is a segment's ordinal shifted by this, and the offset in the segment.
+OFFSET_BITS = 40
+_OFFSET_MASK = (1 << OFFSET_BITS) - 1
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -118,7 +120,7 @@ class Ledger:
             size = os.fstat(fd).st_size
             length = min(size, seal.length) if seal else size
             self._ordinal += 1
-            place = self._ordinal << _OFFSET_BITS
+            place = self._ordinal << OFFSET_BITS
             segment = self._segments[self._ordinal] = _Segment(path, length)
             end = min(length, segments.HEADER)
             for item in segments.scan(fd, length):
@@ -138,7 +140,7 @@ class Ledger:
 
     def hold(self, place: int, batch: str) -> None:
         """Keep the segment of a record until `batch` is released."""
-        self._segments[place >> _OFFSET_BITS].batches.add(batch)
+        self._segments[place >> OFFSET_BITS].batches.add(batch)
 
     def drop_unheld(self) -> None:
         """Delete the segments that no open batch needs."""
@@ -165,7 +167,7 @@ class Ledger:
             self._written += len(head) + len(payload)
             self._dirty.add(self._fd)
             self._changed.notify_all()
-            return self._ordinal << _OFFSET_BITS | start
+            return self._ordinal << OFFSET_BITS | start
 
     @property
     def written(self) -> int:
@@ -288,22 +290,30 @@ class Ledger:
             segments.seal_path(segment.path).unlink(missing_ok=True)
 
 
+class Paths(Protocol):
+    """Where the segments lie; a `Ledger`, or whoever only reads one."""
+
+    def path_of(self, ordinal: int) -> Path:
+        """The file of a segment."""
+        ...
+
+
 class Reader:
     """Reads records by place; one thread at a time."""
 
-    def __init__(self, ledger: Ledger, keep_open: int = 16) -> None:
+    def __init__(self, ledger: Paths, keep_open: int = 16) -> None:
         self._ledger = ledger
         self._keep = keep_open
         self._open: dict[int, tuple[int, bytes]] = {}
 
     def read(self, place: int) -> Record | None:
         """The record, or None when it is damaged."""
-        fd, seed = self._segment(place >> _OFFSET_BITS)
+        fd, seed = self._segment(place >> OFFSET_BITS)
         return segments.read_record(fd, seed, place & _OFFSET_MASK)
 
     def pread(self, place: int, length: int) -> bytes:
         """Bytes of a segment from a place on."""
-        fd, _ = self._segment(place >> _OFFSET_BITS)
+        fd, _ = self._segment(place >> OFFSET_BITS)
         return segments.pread_all(fd, length, place & _OFFSET_MASK)
 
     def close(self) -> None:
