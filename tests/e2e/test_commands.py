@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from common.store import LocalStore
-from tests.e2e.conftest import Shell, chat
+from tests.e2e.conftest import Shell, chat, on_one_broker
 from tests.support import oracle
 from tests.support.processes import ROOT, Process
 
@@ -49,6 +49,7 @@ def test_the_demo_is_answered_but_for_the_one_that_is_refused(fleet: Shell) -> N
     assert [json.loads(line)["custom_id"] for line in lines] == oracle.input_ids(DEMO)
 
 
+@on_one_broker
 @pytest.mark.parametrize("how", ["stdin", "gz", "zst"])
 def test_other_ways_in(fleet: Shell, how: str) -> None:
     raw = "".join(json.dumps(chat(f"c{i}", f"Number {i}")) + "\n" for i in range(300)).encode()
@@ -65,6 +66,7 @@ def test_other_ways_in(fleet: Shell, how: str) -> None:
     assert checked.content("c7") == "echo: Number 7"
 
 
+@on_one_broker
 def test_a_bad_line_refuses_the_file_and_enqueues_nothing(shell: Shell) -> None:
     shell.processes.coordinator(shell.env).wait_line("leads|leader|epoch")
     path = shell.write("in.jsonl", [chat("a", "x"), {"custom_id": "b"}, chat("a", "y")])
@@ -82,6 +84,7 @@ def test_a_bad_line_refuses_the_file_and_enqueues_nothing(shell: Shell) -> None:
     assert not (shell.folder / "batchmill-out").exists()
 
 
+@on_one_broker
 def test_skip_invalid_makes_bad_lines_error_results(fleet: Shell) -> None:
     path = fleet.write("in.jsonl", [chat("a", "x"), {"custom_id": "b"}, chat("a", "y"), chat("c", "z"), {"x": 1}])
     shown = fleet.run("submit", str(path), "--skip-invalid", "--json", "-o", "out", code=1).json
@@ -95,6 +98,7 @@ def _until_all_but_one(process: Process, total: int) -> str:
     return match[1]
 
 
+@on_one_broker
 def test_ctrl_c_detaches_and_watch_comes_back(fleet: Shell) -> None:
     path = fleet.write("in.jsonl", [*(chat(f"c{i}", "quick") for i in range(20)), chat("last", "SLOW")])
     command = fleet.start("submit", str(path), "--output", "out")
@@ -109,6 +113,7 @@ def test_ctrl_c_detaches_and_watch_comes_back(fleet: Shell) -> None:
     oracle.check(fleet.folder / "out", batch_id, oracle.input_ids(path), failed=[])
 
 
+@on_one_broker
 def test_sigterm_detaches_as_ctrl_c_does(fleet: Shell) -> None:
     command = fleet.start("submit", str(fleet.write("in.jsonl", [chat("a", "HANG")])))
     batch_id = command.wait_line(r"(batch_\w+) in progress")[1]
@@ -135,6 +140,7 @@ def test_partial_results_and_cancel_in_mid_run(fleet: Shell) -> None:
     assert fleet.run("results", batch_id, "--json", code=4).json["status"] == "cancelled"
 
 
+@on_one_broker
 def test_the_same_idempotency_key_is_the_same_batch(fleet: Shell) -> None:
     path = fleet.write("in.jsonl", [chat("a", "x")])
     first = fleet.run("submit", str(path), "--idempotency-key", "k", "--json").json
@@ -144,6 +150,7 @@ def test_the_same_idempotency_key_is_the_same_batch(fleet: Shell) -> None:
     assert len(fleet.run("list", "--json").json["data"]) == 1
 
 
+@on_one_broker
 def test_an_output_folder_that_cannot_be_written_is_found_first(shell: Shell) -> None:
     shell.processes.coordinator(shell.env)
     (shell.folder / "file").touch()
@@ -155,6 +162,7 @@ def test_an_output_folder_that_cannot_be_written_is_found_first(shell: Shell) ->
     assert shell.run("list", "--json").json["data"] == []
 
 
+@on_one_broker
 def test_an_output_folder_that_goes_bad_later_loses_nothing(fleet: Shell) -> None:
     path = fleet.write("in.jsonl", [chat("a", "SLOW")])
     command = fleet.start("submit", str(path), "--output", "out")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from tests.e2e.conftest import Shell, chat
+from tests.e2e.conftest import Shell, chat, on_one_broker
 from tests.support.processes import MARK, ROOT
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
@@ -59,6 +59,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
 
+@on_one_broker
 def test_a_bar_while_it_runs_ctrl_c_and_back(fleet: Shell) -> None:
     path = fleet.write("in.jsonl", [*(chat(f"c{i}", "quick") for i in range(20)), chat("last", "HANG")])
     terminal = Terminal(fleet, "submit", str(path))
@@ -75,6 +76,7 @@ def test_a_bar_while_it_runs_ctrl_c_and_back(fleet: Shell) -> None:
     assert again.process.wait(30) == 4
 
 
+@on_one_broker
 def test_what_it_waits_for_is_shown(shell: Shell) -> None:
     shell.processes.coordinator(shell.env)
     path = shell.write("in.jsonl", [chat("a", "x")])
