@@ -40,8 +40,6 @@ class Core:
         self.looked_at = 0.0
         #: Batches that workers must be told are cancelled.
         self.cancelled: set[str] = set()
-        #: Set when a queue was found gone: the next publish declares it again.
-        self.redeclare = threading.Event()
         #: Batches whose status file is out of date.
         self.dirty: set[str] = set()
         #: What keeps work from going on, for the status files (`disk_full`, `broker_unreachable`, …), and who says so.

@@ -187,9 +187,6 @@ class Dispatcher:
         waiting, core = self._outbox, self._core
         if waiting is None:
             return None
-        if core.redeclare.is_set():
-            core.redeclare.clear()
-            self._publisher.close()
         try:
             self._publisher.publish_task(waiting.queue, TASK_INFER, waiting.chunk_id, waiting.blob, waiting.argsrepr)
         except Exception as exc:

@@ -127,8 +127,7 @@ class LiveView:
         except Exception as exc:
             self._disconnect()
             if getattr(exc, "reply_code", None) == 404 or getattr(exc, "code", None) == 404:
-                self._core.redeclare.set()  # The queue itself is gone.
-                return 0
+                return 0  # The queue itself is gone.
             log.debug("queue_length_unknown", queue=name, error=type(exc).__name__)
             return None
 

@@ -1,55 +1,47 @@
-"""The coordinator on real brokers, with a worker that has no engine."""
+"""The coordinator on real brokers, with a worker that has no engine: what it does when nothing breaks but requests."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
+import time
 
+import msgspec
+import numpy as np
 import pytest
 
+from common.broker import Publisher, codecs
+from common.ids import new_chunk_id
+from common.messages import QUEUE_DEAD, VERSION, Kind, Results, Row, encode
 from common.settings import Settings
 from common.store import Store, open_store
-from producers.coordinator.service import Service
+from producers.batch import Command, Heartbeat, folder
+from producers.coordinator.records import Evidence, Type, decode
+from producers.coordinator.segments import Record
+from tests.support.brokers import Broker
 from tests.support.coordinators import (
+    ChunkFails,
     FakeWorker,
+    answer_all,
     check_outputs,
+    coordinating,
+    failed_line,
+    line_of,
+    lines,
     make_batch,
+    part_of,
+    status_of,
     wait_status,
 )
+from tests.support.ports import wait_until
 
 
-class Running:
-    """A coordinator in a thread of this process."""
-
-    def __init__(self, settings: Settings, store: Store) -> None:
-        self._stop = threading.Event()
-        self.service = Service(settings, store, 0, self._stop)
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.service.run()
-        except BaseException as exc:
-            self.error = exc
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-        if self.error is not None:
-            raise self.error
-
-
-@contextlib.contextmanager
-def coordinating(settings: Settings, store: Store) -> Iterator[Running]:
-    running = Running(settings, store)
-    try:
-        yield running
-    finally:
-        running.stop()
+@pytest.fixture
+def fast(fleet_settings: Settings) -> Settings:
+    """Settings whose time limits a test can wait for."""
+    scheduler = msgspec.structs.replace(
+        fleet_settings.scheduler, lease_s=1.5, unclaimed_s=1.0, chunk_requests=50, queue_size=1000
+    )
+    inference = msgspec.structs.replace(fleet_settings.inference, batch_size=64)
+    return msgspec.structs.replace(fleet_settings, scheduler=scheduler, inference=inference)
 
 
 @pytest.fixture
@@ -58,10 +50,294 @@ def store(fleet_settings: Settings) -> Store:
     return open_store(fleet_settings.store.url)
 
 
-def test_answers_a_batch(fleet_settings: Settings, store: Store) -> None:
-    batch = make_batch(store, 1000)
-    with coordinating(fleet_settings, store), FakeWorker(fleet_settings):
-        status = wait_status(store, batch, "completed")
-    assert status.request_counts.completed == 1000
-    check_outputs(store, batch)
+def test_answers_batches_of_all_sizes_in_order(fast: Settings, store: Store) -> None:
+    invalid = [0, 7, 8, 499, 500, 999]
+    batches = [
+        make_batch(store, 1000, window=300),
+        make_batch(store, 1000, invalid=invalid, window=300),
+        *[make_batch(store, n) for n in (1, 2, 3, 51)],
+        make_batch(store, 3, invalid=[0, 1, 2]),
+    ]
+    with coordinating(fast, store), FakeWorker(fast) as worker:
+        for batch in batches:
+            status = wait_status(store, batch, "completed")
+            assert status.reason is None
+            assert status.request_counts.total == batch.requests
+            assert status.request_counts.completed == batch.planned
+            assert status.usage.prompt_tokens == 7 * batch.planned
+    for batch in batches:
+        failed = invalid if batch.invalid == 6 else range(3) if batch.invalid == 3 else []
+        check_outputs(store, batch, failed)
+        summary = msgspec.json.decode(store.read(f"{folder(batch.id)}/summary.json"))
+        assert summary["completed"] == batch.planned
+        assert summary["usage"]["completion_tokens"] == 3 * batch.planned
+        assert summary["output"]["lines"] == batch.planned
     assert store.list("active/0") == []
+    # Nothing was asked twice, and small batches shared chunks.
+    assert len(worker.answered) == len(set(worker.answered)) == sum(b.planned for b in batches)
+    assert max(len(chunk.slices) for chunk in worker.taken) > 1
+    assert max(sum(s.end - s.start for s in c.slices) for c in worker.taken) <= 50
+
+
+def test_a_batch_that_comes_later_is_noticed_at_once(fast: Settings, store: Store) -> None:
+    with coordinating(fast, store) as running, FakeWorker(fast) as worker:
+        wait_until(lambda: bool(running.core.workers), 10, "the worker is seen", 0.01)
+        began = time.monotonic()
+        batch = make_batch(store, 10)
+        wait_until(lambda: bool(worker.taken), 5, "the first chunk", 0.005)
+        assert time.monotonic() - began < 0.5
+        wait_status(store, batch, "completed")
+
+
+def test_the_window_bounds_what_waits_in_the_broker(fast: Settings, store: Store, broker: Broker) -> None:
+    scheduler = msgspec.structs.replace(fast.scheduler, queue_size=200, unclaimed_s=60)
+    settings = msgspec.structs.replace(fast, scheduler=scheduler)
+    batch = make_batch(store, 2000)
+    with coordinating(settings, store) as running, FakeWorker(settings) as worker:
+        worker.gate.clear()
+        assert worker.holding.wait(10)
+        wait_until(lambda: len(running.core.book.out) == 4, 10, "the window is full", 0.01)
+        assert status_of(store, batch).status in ("queued", "in_progress")
+        wait_until(lambda: status_of(store, batch).in_flight == 200, 5, "the status tells what is in flight")
+        worker.gate.set()
+        wait_status(store, batch, "completed")
+    check_outputs(store, batch)
+
+
+def test_errors_are_final_retries_are_repeated_and_the_last_line_stands(fast: Settings, store: Store) -> None:
+    settings = msgspec.structs.replace(fast, scheduler=msgspec.structs.replace(fast.scheduler, retry_times=1))
+
+    def answer(batch_id: str, row: Row, attempt: int) -> tuple[Kind, bytes] | None:
+        if row.index % 100 == 1:
+            return Kind.ERROR, failed_line(batch_id, row, 400)
+        if row.index % 100 == 2:
+            return Kind.RETRY, failed_line(batch_id, row, 500 + attempt)
+        if row.index % 100 == 3 and attempt == 1:
+            return Kind.RETRY, failed_line(batch_id, row, 500)
+        return answer_all(batch_id, row, attempt)
+
+    batch = make_batch(store, 500)
+    with coordinating(settings, store), FakeWorker(settings, answer=answer):
+        status = wait_status(store, batch, "completed")
+    failed = sorted([*range(1, 500, 100), *range(2, 500, 100)])
+    assert (status.request_counts.completed, status.request_counts.failed) == (490, 10)
+    assert status.resent == 10
+    check_outputs(store, batch, failed)
+    codes = {line["custom_id"]: line["response"]["status_code"] for line in lines(store, batch, "errors.jsonl")}
+    assert codes == {f"r{i}": 400 if i % 100 == 1 else 502 for i in failed}
+
+
+def test_a_chunk_that_fails_is_tried_again_and_given_up(fast: Settings, store: Store) -> None:
+    settings = msgspec.structs.replace(fast, scheduler=msgspec.structs.replace(fast.scheduler, retry_times=1))
+
+    def answer(batch_id: str, row: Row, attempt: int) -> tuple[Kind, bytes] | None:
+        if attempt == 1 or row.index == 5:
+            raise ChunkFails("no engine")
+        return answer_all(batch_id, row, attempt)
+
+    first, second = make_batch(store, 5), make_batch(store, 6)
+    with coordinating(settings, store), FakeWorker(settings, answer=answer):
+        wait_status(store, first, "completed")
+        wait_status(store, second, "completed")
+    check_outputs(store, first)
+    errors = list(lines(store, second, "errors.jsonl"))
+    assert "r5" in {line["custom_id"] for line in errors}
+    assert {line["error"]["code"] for line in errors} == {"engine_error"}
+    assert {line["error"]["message"] for line in errors} == {"no engine"}
+
+
+def test_results_that_come_twice_count_once(fast: Settings, store: Store) -> None:
+    batch = make_batch(store, 300)
+    with coordinating(fast, store) as running, FakeWorker(fast, copies=2):
+        status = wait_status(store, batch, "completed")
+        later = make_batch(store, 10)
+        wait_status(store, later, "completed")
+        assert running.core.book.batches == {}
+    assert status.request_counts.completed == 300
+    assert status.usage.prompt_tokens == 7 * 300
+    check_outputs(store, batch)
+
+
+def test_bad_messages_are_dead_lettered_and_hold_up_nothing(fast: Settings, store: Store, broker: Broker) -> None:
+    chunks, results = codecs(fast)
+    name = "results.0"
+    good = Results(VERSION, new_chunk_id(), "m@1", "n", 0, True, [])
+    part = part_of("batch_x", [(0, Kind.OUTPUT, b"{}\n")])
+    part.lines = b"{}x"
+    other = encode(msgspec.structs.replace(good, v=2))
+    bad = {
+        "not a Batchmill message": b"rubbish",
+        "signature does not fit": results.seal("results.1", encode(good)),
+        "results version 2, this coordinator speaks 1": results.seal(name, other),
+        "a result line does not end where it should": results.seal(
+            name, encode(msgspec.structs.replace(good, parts=[part]))
+        ),
+        "signature does not fit ": chunks.seal(name, encode(good)),
+    }
+    publisher = Publisher(fast)
+    with coordinating(fast, store) as running:
+        for blob in bad.values():
+            publisher.publish(name, blob)
+        publisher.publish(name, {"a": 1}, serializer_name="json")
+        batch = make_batch(store, 100)
+        with FakeWorker(fast):
+            wait_status(store, batch, "completed")
+        broker.wait_depth(QUEUE_DEAD, ready=6)
+        broker.wait_depth(name, ready=0, unacked=0)
+        evidence = []
+        for item in _records(running.core.ledger.folder):
+            if item.type is Type.EVIDENCE:
+                content = decode(item.type, item.payload)
+                assert isinstance(content, Evidence)
+                evidence.append(content.reason)
+    publisher.close()
+    assert evidence == [*[reason.strip() for reason in bad], "not a Batchmill message"]
+
+
+def _records(wal: object) -> list[Record]:
+    import os
+    from pathlib import Path
+
+    from producers.coordinator import segments
+
+    found = []
+    for path in sorted(Path(str(wal)).iterdir()):
+        if segments.parse_name(path.name):
+            fd = os.open(path, os.O_RDONLY)
+            found += [i for i in segments.scan(fd, path.stat().st_size) if isinstance(i, Record)]
+            os.close(fd)
+    return found
+
+
+def test_cancel_keeps_what_is_answered_and_says_so_for_the_rest(fast: Settings, store: Store) -> None:
+    batch, other = make_batch(store, 2000), make_batch(store, 100)
+    with coordinating(fast, store) as running, FakeWorker(fast) as worker:
+        wait_until(lambda: len(worker.answered) >= 300, 20, "some are answered", 0.005)
+        worker.gate.clear()
+        assert worker.holding.wait(10)
+        command = Command(command="cancel", at=time.time())
+        store.create_exclusive(f"control/{batch.id}/01.json", msgspec.json.encode(command))
+        wait_status(store, batch, "cancelling")
+        wait_until(lambda: batch.id in running.core.cancelled, 5, "workers are told", 0.01)
+        worker.gate.set()
+        status = wait_status(store, batch, "cancelled")
+        wait_status(store, other, "completed")
+    counts = status.request_counts
+    assert counts.completed >= 300
+    assert counts.completed + counts.failed == counts.total == 2000
+    output = [int(line["custom_id"][1:]) for line in lines(store, batch, "output.jsonl")]
+    errors = [int(line["custom_id"][1:]) for line in lines(store, batch, "errors.jsonl")]
+    assert len(output) == counts.completed
+    assert output == sorted(output)
+    assert errors == sorted(errors)
+    assert sorted(output + errors) == list(range(2000))
+    assert {line["error"]["code"] for line in lines(store, batch, "errors.jsonl")} == {"batch_cancelled"}
+    assert store.list("control") == []
+    check_outputs(store, other)
+
+
+def test_cancel_before_any_worker_ends_at_once(fast: Settings, store: Store) -> None:
+    batch = make_batch(store, 100)
+    with coordinating(fast, store):
+        wait_until(lambda: status_of(store, batch).reason == "no_workers", 10, "the status says why nothing happens")
+        store.create_exclusive(
+            f"control/{batch.id}/01.json", msgspec.json.encode(Command(command="cancel", at=time.time()))
+        )
+        status = wait_status(store, batch, "cancelled", timeout=5)
+    assert status.request_counts.failed == 100
+    check_outputs(store, batch, range(100))
+
+
+def test_commands_that_mean_nothing_are_put_away(fast: Settings, store: Store) -> None:
+    batch = make_batch(store, 10)
+    with coordinating(fast, store):
+        store.create_exclusive(f"control/{batch.id}/01.json", b"{")
+        store.create_exclusive(f"control/{batch.id}/02.json", msgspec.json.encode(Command(command="sing", at=0.0)))
+        wait_until(lambda: store.list(f"control/{batch.id}") == [], 10, "the commands are gone")
+        with FakeWorker(fast):
+            wait_status(store, batch, "completed")
+
+
+def test_one_batchs_damage_fails_it_alone(fast: Settings, store: Store) -> None:
+    rows, plan, missing, json = (make_batch(store, 500, activate=False) for _ in range(4))
+    raw = bytearray(store.read(f"{folder(rows.id)}/rows"))
+    raw[len(raw) // 2 :] = b"\xc1" * (len(raw) - len(raw) // 2)
+    store.put_atomic(f"{folder(rows.id)}/rows", bytes(raw))
+    store.put_atomic(f"{folder(plan.id)}/plan", store.read(f"{folder(plan.id)}/plan")[:1000])
+    store.delete(f"{folder(missing.id)}/rows")
+    store.put_atomic(f"{folder(json.id)}/batch.json", b"{")
+    store.create_exclusive("active/0/not-a-batch", b"")
+    for batch in (rows, plan, missing, json):
+        store.create_exclusive(f"active/0/{batch.id}", b"")
+    good = make_batch(store, 500)
+    with coordinating(fast, store), FakeWorker(fast):
+        wait_status(store, good, "completed")
+        found = [wait_status(store, batch, "failed") for batch in (rows, plan, missing, json)]
+    check_outputs(store, good)
+    reasons = [status.reason or "" for status in found]
+    for reason, name in zip(reasons, ("rows", "plan", "rows", "batch.json"), strict=True):
+        assert f"/{name}:" in reason
+        assert "submit the file again" in reason
+        assert "\n" not in reason
+    # What was answered before the damage is kept.
+    kept = [line["custom_id"] for line in lines(store, rows, "output.jsonl")]
+    assert 0 < len(kept) < 500
+    assert store.list("active/0") == ["not-a-batch"]
+
+
+def test_the_heartbeat_tells_who_leads_and_is_withdrawn(fast: Settings, store: Store) -> None:
+    with coordinating(fast, store) as running:
+        epoch = running.core.epoch
+        beat = msgspec.json.decode(store.read("coordinator/0.json"), type=Heartbeat)
+        assert (beat.epoch, time.time() - beat.at < 10) == (epoch, True)
+    assert not store.exists("coordinator/0.json")
+
+
+def test_a_full_ledger_disk_stops_and_goes_on(
+    fast: Settings, store: Store, monkeypatch: pytest.MonkeyPatch, broker: Broker
+) -> None:
+    full = [False]
+    monkeypatch.setattr("producers.coordinator.ledger.Ledger.has_space", lambda self: not full[0])
+    batch = make_batch(store, 3000)
+    with coordinating(fast, store) as running, FakeWorker(fast) as worker:
+        worker.gate.clear()
+        assert worker.holding.wait(10)
+        full[0] = True
+        running.core.ledger._unchecked = 0  # It looks at the disk before the next record.
+        worker.gate.set()
+        wait_until(lambda: status_of(store, batch).reason == "disk_full", 20, "the status says so", 0.02)
+        settled = running.core.book.batches[batch.id].rows.settled.count
+        wait_until(lambda: broker.depth("results.0").unacked > 0, 10, "results are kept in the broker")
+        assert running.core.book.batches[batch.id].rows.settled.count - settled < 3000
+        full[0] = False
+        wait_status(store, batch, "completed")
+    assert status_of(store, batch).reason is None
+    check_outputs(store, batch)
+
+
+def test_rows_whose_record_is_damaged_before_assembly_are_answered_again(fast: Settings, store: Store) -> None:
+    batch = make_batch(store, 200)
+    with coordinating(fast, store) as running, FakeWorker(fast) as worker:
+        worker.gate.clear()
+        assert worker.holding.wait(10)
+        ledger = running.core.ledger
+        real = ledger.append
+        done = []
+
+        def append(kind: Type, payload: bytes, batches: object = ()) -> int:
+            place = real(kind, payload, batches)  # type: ignore[arg-type]
+            if kind is Type.RESULTS and not done:
+                done.append(place)
+                path = ledger.path_of(place >> 40)
+                with open(path, "r+b") as file:
+                    file.seek((place & ((1 << 40) - 1)) + 100)
+                    file.write(b"\0\0")
+            return place
+
+        ledger.append = append  # type: ignore[method-assign]
+        worker.gate.set()
+        wait_status(store, batch, "completed")
+    check_outputs(store, batch)
+    asked = np.array([pos for _, pos in worker.answered])
+    assert 0 < len(asked) - 200 <= 50
+    assert line_of(batch.id, Row(0, 0, b'"r0"', 0, b"")).startswith(b'{"id":"batch_req_')

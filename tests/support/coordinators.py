@@ -35,6 +35,8 @@ from common.settings import Settings
 from common.store import Store
 from producers.batch import INVALID_DTYPE, PLAN_DTYPE, Batch, Input, Status, Window, folder
 from producers.coordinator.broker_calls import BrokerTrouble, broker_calls
+from producers.coordinator.core import Core
+from producers.coordinator.service import Service
 from tests.support.ports import wait_until
 
 MODEL = "echo-test@1"
@@ -345,6 +347,48 @@ def _cut(connection: Any) -> None:
     qos = getattr(channel, "qos", None)
     if qos is not None and hasattr(qos, "_delivered"):
         qos._delivered.clear()
+
+
+class Running:
+    """A coordinator in a thread of this process."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._stop = threading.Event()
+        self.service = Service(settings, store, 0, self._stop)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def core(self) -> Core:
+        """Its core, once it leads."""
+        wait_until(lambda: self.service.core is not None or self.error is not None, 20, "the coordinator leads", 0.01)
+        assert self.service.core is not None
+        return self.service.core
+
+    def _run(self) -> None:
+        try:
+            self.service.run()
+        except BaseException as exc:
+            self.error = exc
+
+    def stop(self) -> None:
+        """Stop it cleanly; raises what it failed with."""
+        self._stop.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+
+
+@contextlib.contextmanager
+def coordinating(settings: Settings, store: Store) -> Iterator[Running]:
+    """A coordinator for the length of the block."""
+    running = Running(settings, store)
+    try:
+        yield running
+    finally:
+        running.stop()
 
 
 # -- looking at a store ------------------------------------------------------------------------------------------------
