@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from common.errors import UsageError
+from common.errors import BatchmillError, UsageError
 from common.settings import Settings
 from common.store import Store
 from producers import outputs
-from producers.batch import Batch, read_batch
+from producers.batch import FINAL, Batch, read_batch, read_status
 from producers.batch_view import BatchView, heartbeat
 from producers.coordinator import segments
 from producers.coordinator.assembler import Assembler, Source
-from producers.coordinator.batch_files import BatchFiles
+from producers.coordinator.batch_files import BatchFiles, DamagedBatch
 from producers.coordinator.ledger import OFFSET_BITS, Reader
 from producers.coordinator.records import Exhausted, Type, decode
 from producers.coordinator.segments import Record
@@ -106,13 +106,24 @@ def _write(store: Store, batch: Batch, snapshot: Snapshot, seen: BatchView, outp
         with tempfile.TemporaryDirectory(prefix="batchmill-") as scratch:
             source = Source(batch=batch, places=snapshot.places, cancelled=False, partial=True)
             made = Assembler(source, reader, BatchFiles(store, batch), Path(scratch)).write(output, errors)
+    except DamagedBatch as exc:
+        raise BatchmillError(f"{batch.id}: {exc.reason}") from None
+    except FileNotFoundError:
+        raise _ended(batch) from None
     finally:
         reader.close()
     found = made.completed + made.failed
     if found < seen.answered:
+        if read_status(store, batch).status in FINAL:
+            raise _ended(batch)
         beat = heartbeat(store, batch.shard)
         where = f"on {beat.host}, where the coordinator runs" if beat is not None else "where the coordinator runs"
         raise UsageError(
             f"{batch.id}: only {found:,} of {seen.answered:,} answers are in the log on this machine; "
             f"run it {where}, or set store.wal_dir as it is there"
         )
+
+
+def _ended(batch: Batch) -> UsageError:
+    # Its log went with it.
+    return UsageError(f"{batch.id} has ended while its log was read; ask again for its outputs")

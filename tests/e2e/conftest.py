@@ -16,7 +16,6 @@ import pytest
 from tests.conftest import ECHO_MODEL
 from tests.support.processes import ROOT, Process, Processes
 
-
 #: For what has nothing to do with the broker: the test runs on one of them.
 on_one_broker = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 
