@@ -63,6 +63,9 @@ class Meter:
         done, tokens = seen.answered, generated(seen)
         if not self.samples or self.samples[-1][1:] != (done, tokens):
             self.samples.append((now, done, tokens))
+        elif len(self.samples) == 1:
+            # What was waited for before the first answer (a model that loads) is no part of the speed.
+            self.samples[0] = (now, done, tokens)
         while len(self.samples) > 2 and now - self.samples[1][0] > RATE_S:
             self.samples.popleft()
         start, done_then, tokens_then = self.samples[0]

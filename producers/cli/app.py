@@ -204,7 +204,7 @@ def coordinate(
 
 @fleet_app.command("up")
 def fleet_up(model: ModelOption = None, as_json: JsonOption = False) -> int:
-    """Bring it up with a worker of a model, to stay until `fleet down`."""
+    """Bring it up, to stay until `fleet down`, and wait until the model is ready."""
     from producers.cli.fleet import up
 
     return up(model=model, as_json=as_json)

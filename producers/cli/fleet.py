@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from rich.markup import escape
 from rich.table import Table
 
-from common.errors import UsageError
+from common.errors import Unreachable, UsageError
 from producers import embedded
+from producers.attendant import PROBLEM_S, Hold
 from producers.cli import exits, say, surroundings, wording
 from producers.embedded import Record
 
 #: Stay until told to end.
 FOR_GOOD = -1.0
+#: Seconds between two looks at a worker that is not ready.
+POLL_S = 0.2
 
 
 def up(*, model: str | None, as_json: bool) -> int:
-    """Bring the fleet up to stay; with a model, wait until it is loaded."""
+    """Bring the fleet up, to stay, and wait until the model's worker is ready."""
     settings = surroundings.load_settings()
     registry = surroundings.load_registry(settings)
     if settings.broker.url is not None:
@@ -26,7 +30,35 @@ def up(*, model: str | None, as_json: bool) -> int:
     with embedded.ensure(settings, registry, wanted, linger_s=FOR_GOOD, say=say.err) as fleet:
         if fleet.notice is not None:
             say.err(f"producers: warning: {fleet.notice}")
+        until_ready(fleet, say.err)
     return show(as_json=as_json)
+
+
+def until_ready(
+    fleet: Hold,
+    tell: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait for the worker of the model that was asked for; `Unreachable` when there will be none."""
+    said = ""
+    trouble_since: float | None = None
+    while True:
+        worker = fleet.worker_state()
+        if worker.state == "ready":
+            return
+        problem = fleet.problem()
+        if problem is None:
+            trouble_since = None
+        elif trouble_since is None:
+            trouble_since = clock()
+        elif clock() - trouble_since >= PROBLEM_S:
+            raise Unreachable(problem)
+        line = worker.detail or f"{worker.state} a worker of {worker.model}"
+        if line != said and worker.state != "failed":
+            tell(line)
+            said = line
+        pause(POLL_S)
 
 
 def down(*, now: bool, as_json: bool) -> int:

@@ -103,9 +103,10 @@ def tell(seen: BatchView, outputs: Outputs | None, *, as_json: bool) -> None:
         say.json(Ended(batch=seen, outputs=outputs).flat())
         return
     said = [wording.ending(seen)]
+    named = [("speed", wording.speed(seen))]
     if outputs is not None:
-        named = (("output", outputs.output), ("errors", outputs.errors), ("summary", outputs.summary))
-        said += [f"  {name:<8} {path}" for name, path in named if path is not None]
+        named += [("output", outputs.output), ("errors", outputs.errors), ("summary", outputs.summary)]
+    said += [f"  {name:<8} {value}" for name, value in named if value is not None]
     say.out("\n".join(said))
 
 

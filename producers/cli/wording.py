@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from producers.batch_view import BatchView
-from producers.following import Pace
+from producers.following import Pace, generated
 
 #: What to say, and do, when a batch does not move.
 _REASONS = {
@@ -105,14 +105,19 @@ def line(seen: BatchView, pace: Pace) -> str:
 
 
 def ending(seen: BatchView) -> str:
-    """How a batch ended, in one line."""
+    """How a batch ended, or stands, in one line."""
     counts = seen.request_counts
     text = f"{seen.id} {status(seen)}: {counts.completed:,} answered, {counts.failed:,} failed"
-    if seen.started_at is not None and seen.finished_at is not None and seen.finished_at > seen.started_at:
+    if seen.started_at is not None and seen.finished_at is not None:
         span = seen.finished_at - seen.started_at
         text += f" in {span:.1f} s" if span < 60 else f" in {duration(span)}"
-        text += f" ({rate(seen.answered / span, 'requests/s')}"
-        tokens = seen.usage.completion_tokens
-        text += f", {rate(tokens / span, 'tokens/s')})" if tokens else ")"
     why = reason(seen)
     return f"{text}; {why}" if why else text
+
+
+def speed(seen: BatchView) -> str | None:
+    """How fast a batch was from its first dispatch to its last answer."""
+    if seen.started_at is None or seen.finished_at is None or seen.finished_at <= seen.started_at:
+        return None
+    span = seen.finished_at - seen.started_at
+    return f"{rate(seen.answered / span, 'requests/s')}, {rate(generated(seen) / span, 'tokens/s')}"

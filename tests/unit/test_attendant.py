@@ -10,6 +10,7 @@ from common.errors import Unreachable
 from common.store import LocalStore
 from producers.attendant import LOOK_S, PROBLEM_S, Attendant
 from producers.batch_view import BatchView, view
+from producers.cli.fleet import until_ready
 from producers.embedded import WorkerState
 from tests.support import stored
 
@@ -27,7 +28,7 @@ class Fleet:
         return killed
 
     def problem(self, model: str | None = None) -> str | None:
-        assert model == stored.MODEL
+        assert model in (None, stored.MODEL)
         return self.trouble
 
     def worker_state(self, model: str | None = None) -> WorkerState:
@@ -92,3 +93,26 @@ def test_the_end_of_the_batch_is_not_judged(scene: Scene) -> None:
     scene.see()
     scene.now += 2 * PROBLEM_S
     assert scene.see("completed", 10).reason is None
+
+
+def test_fleet_up_waits_until_ready_and_tells_each_state_once(scene: Scene) -> None:
+    states = iter(["starting", "starting", "loading", "loading", "ready"])
+    said: list[str] = []
+
+    def pause(_seconds: float) -> None:
+        scene.fleet.worker.state = next(states)
+
+    until_ready(scene.fleet, said.append, lambda: scene.now, pause)
+    assert said == [f"starting a worker of {stored.MODEL}", f"loading a worker of {stored.MODEL}"]
+
+
+def test_fleet_up_gives_up_on_what_cannot_start(scene: Scene) -> None:
+    scene.fleet.trouble = "the worker cannot start: no vllm"
+    scene.fleet.worker.state = "failed"
+
+    def pause(seconds: float) -> None:
+        scene.now += seconds
+
+    with pytest.raises(Unreachable, match="no vllm"):
+        until_ready(scene.fleet, pytest.fail, lambda: scene.now, pause)
+    assert PROBLEM_S <= scene.now < PROBLEM_S + 1
