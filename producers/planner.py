@@ -68,4 +68,5 @@ def order(keys: Sequence[bytes], bodies: Sequence[bytes]) -> list[int]:
 
 def token_cost(prompt_bytes: int, output_tokens: int) -> int:
     """Tokens a request may cost, prompt and answer together; at least 1, at most `MAX_COST`."""
-    return max(1, min(MAX_COST, -(-prompt_bytes // BYTES_PER_TOKEN) + output_tokens))
+    cost = -(-prompt_bytes // BYTES_PER_TOKEN) + output_tokens
+    return cost if 0 < cost <= MAX_COST else max(1, min(cost, MAX_COST))

@@ -6,7 +6,7 @@ those across windows at the end, by an external sort of the hashes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -50,61 +50,47 @@ class Duplicates:
         self._texts = spooled(folder)
         self._text_bytes = 0
         self._windows = 0
-        self._ids: list[bytes] = []
-        self._hashes: list[bytes] = []
-        self._lines: list[int] = []
-        self._indexes: list[int] = []
-        self._refused: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._ids)
+    def add_window(
+        self, requests: Sequence[tuple[int, int, bytes]], refused: Sequence[tuple[int, int, bytes]]
+    ) -> list[Duplicate]:
+        """Take the next window's `(index, line, custom_id)`; its own repeats, in order of their indexes.
 
-    def add(self, custom_id: bytes, line: int, index: int) -> None:
-        """A request; indexes must rise. `custom_id`: a JSON string literal, equal for equal ids, below 64 KiB."""
-        self._ids.append(custom_id)
-        self._hashes.append(xxh3_128_digest(custom_id))
-        self._lines.append(line)
-        self._indexes.append(index)
-
-    def add_refused(self, custom_id: bytes, line: int, index: int) -> None:
-        """A request that was refused for another reason: its id is taken, but it is not reported a second time."""
-        self._refused.append(len(self._ids))
-        self.add(custom_id, line, index)
-
-    def close_window(self) -> list[Duplicate]:
-        """Ends a window: repeats within it, in order of their indexes."""
-        if not self._ids:
+        Custom ids are JSON string literals, equal for equal ids, below 64 KiB. `refused`: requests that were refused
+        for another reason; their ids are taken, but they are not reported a second time.
+        """
+        if not requests and not refused:
             return []
-        records = np.zeros(len(self._ids), _HASHES)
-        hashes = np.frombuffer(b"".join(self._hashes), ">u8").reshape(-1, 2)
+        both = sorted([*((*r, 0) for r in requests), *((*r, 1) for r in refused)]) if refused else None
+        indexes, lines, ids = zip(*requests, strict=True) if both is None else zip(*(b[:3] for b in both), strict=True)
+        records = np.zeros(len(ids), _HASHES)
+        hashes = np.frombuffer(b"".join(map(xxh3_128_digest, ids)), ">u8").reshape(-1, 2)
         records["high"] = hashes[:, 0]
         records["low"] = hashes[:, 1]
-        lengths = np.fromiter(map(len, self._ids), np.int64, len(self._ids))
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         ends = np.cumsum(lengths)
         records["offset"] = ends - lengths + self._text_bytes
         records["length"] = lengths
-        records["line"] = self._lines
-        records["index"] = self._indexes
-        records["refused"][self._refused] = 1
-        write(self._texts, b"".join(self._ids))
+        records["line"] = lines
+        records["index"] = indexes
+        if both is not None:
+            records["refused"] = [b[3] for b in both]
+        write(self._texts, b"".join(ids))
         self._text_bytes += int(ends[-1])
         found: list[Duplicate] = []
         ordered = np.sort(records["high"])
         if np.any(ordered[1:] == ordered[:-1]):
             keep = np.ones(len(records), np.bool_)
             first: dict[bytes, int] = {}
-            refused = set(self._refused)
-            for n, custom_id in enumerate(self._ids):
+            for n, custom_id in enumerate(ids):
                 earlier = first.setdefault(custom_id, n)
                 if earlier != n:
                     keep[n] = False
-                    if n not in refused:
-                        found.append(Duplicate(self._indexes[n], self._lines[n], self._lines[earlier], custom_id))
+                    if not records["refused"][n]:
+                        found.append(Duplicate(indexes[n], lines[n], lines[earlier], custom_id))
             records = records[keep]
         self._sort.add(records)
         self._windows += 1
-        for column in (self._ids, self._hashes, self._lines, self._indexes, self._refused):
-            column.clear()
         return found
 
     def across_windows(self) -> Iterator[Duplicate]:

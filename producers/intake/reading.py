@@ -13,7 +13,7 @@ from producers.intake.reader import read_lines
 from producers.intake.refusals import SHOWN, LineError, Refusal, Refusals, Report, ReportFile
 from producers.intake.rules import Rules
 from producers.intake.source import Source
-from producers.plan_file import InvalidWriter, PlanWriter, WindowRows
+from producers.plan_file import InvalidWriter, PlanWriter, WindowRow
 from producers.planner import WINDOW_BYTES, WINDOW_ROWS
 
 #: Called now and then with bytes read (before decompression) and lines.
@@ -49,7 +49,8 @@ class Reading:
         self._refusals = Refusals(folder)
         #: Refused in the window at hand, not in order yet.
         self._refused: list[Refusal] = []
-        self._rows = WindowRows()
+        #: Valid so far in the window at hand.
+        self._rows: list[WindowRow] = []
         self._window_start = 0
         self._lines = 0
         self._cost = 0
@@ -72,7 +73,6 @@ class Reading:
     def run(self, writer: PlanWriter | None) -> None:
         """Read to the end; rows go to `writer` window by window, as long as the batch may still come to be."""
         check = self._rules.check
-        add_id = self._duplicates.add
         source = self._source
         rows = self._rows
         number = index = size = cost_sum = 0
@@ -86,12 +86,11 @@ class Reading:
                 try:
                     checked = check(line, utf8)
                 except Refused as refused:
-                    self._refuse(refused, index, number)
+                    self._refused.append(Refusal(index, number, refused.custom_id, refused.field, refused.reason))
                     index += 1
                     if not self._skip_invalid:
                         # There will be no batch: from here on only the report counts.
                         writer = None
-                        rows.clear()
                 else:
                     if checked is None:
                         continue
@@ -104,8 +103,9 @@ class Reading:
                             window_end = index + WINDOW_ROWS
                             size = 0
                         size += need
-                        rows.append(index, custom_id, url, body, key, cost)
-                    add_id(custom_id, number, index)
+                    else:
+                        body = key = b""
+                    rows.append((index, number, custom_id, url, body, key, cost))
                     index += 1
                 if index >= window_end:
                     self._close_window(writer, index)
@@ -132,23 +132,21 @@ class Reading:
                 if not self.requests:
                     self.fatal = "has no requests in it"
 
-    def _refuse(self, refused: Refused, index: int, number: int) -> None:
-        self._refused.append(Refusal(index, number, refused.custom_id, refused.field, refused.reason))
-        if refused.custom_id is not None:
-            self._duplicates.add_refused(refused.custom_id, number, index)
-
     def _close_window(self, writer: PlanWriter | None, index_end: int) -> None:
-        repeats = self._duplicates.close_window()
+        rows = self._rows
+        repeats = self._duplicates.add_window(
+            [row[:3] for row in rows],
+            [(r.index, r.line, r.custom_id) for r in self._refused if r.custom_id is not None],
+        )
         if repeats:
-            self._refused.extend(_as_refusal(r) for r in repeats)
+            self._refused.extend(map(_as_refusal, repeats))
             self._refused.sort(key=lambda r: r.line)
-            if self._skip_invalid:
-                self._rows.drop({r.index for r in repeats})
         self._refusals.add(self._refused)
         self._refused.clear()
         if writer is not None and (self._skip_invalid or not self._refusals.count):
-            writer.add(self._rows, self._window_start, index_end)
-        self._rows.clear()
+            dropped = {r.index for r in repeats}
+            writer.add([r for r in rows if r[0] not in dropped] if dropped else rows, self._window_start, index_end)
+        rows.clear()
         self._window_start = index_end
 
     def repeats(self) -> Iterator[Duplicate]:

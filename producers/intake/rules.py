@@ -266,7 +266,9 @@ class Rules:
         whole = _decode_any(raw)
         if not isinstance(whole, dict):
             raise Refused("body", f"must be an object, is {kind(whole)}")
-        code = self._url_code(head.url, whole)
+        code = URL_CODE.get(head.url) if head.url is not None else self._short_form(whole)
+        if code is None:
+            raise Refused("url", f"{shown(head.url or '')} is not supported; supported are {', '.join(URLS)}")
         endpoint = _BY_CODE[code]
         body = endpoint.decode(raw)
         if body.stream:
@@ -300,16 +302,11 @@ class Rules:
         prompt = b"\0".join(msgspec.structs.astuple(endpoint.prompt(raw)))
         return custom_id, code, text, prefix_key(prompt), token_cost(len(prompt), output)
 
-    def _url_code(self, url: str | None, body: dict[str, Any]) -> int:
-        if url is None:
-            for field, meant in SHORT_FORM:
-                if field in body:
-                    return URL_CODE[meant]
-            raise Refused("url", f"is missing, and the body has none of {', '.join(f for f, _ in SHORT_FORM)}")
-        code = URL_CODE.get(url)
-        if code is None:
-            raise Refused("url", f"{shown(url)} is not supported; supported are {', '.join(URLS)}")
-        return code
+    def _short_form(self, body: dict[str, Any]) -> int:
+        for field, meant in SHORT_FORM:
+            if field in body:
+                return URL_CODE[meant]
+        raise Refused("url", f"is missing, and the body has none of {', '.join(f for f, _ in SHORT_FORM)}")
 
     def _limit(self, names: tuple[str, ...], body: Any) -> int | None:
         for name in names:

@@ -96,9 +96,6 @@ class Source:
             data = self._raw.read(BLOCK)
         except OSError as exc:
             raise UsageError(f"{self.name}: cannot be read: {exc.strerror or exc}") from None
-        except Exception as exc:
-            # Remote file systems raise their own kinds (botocore, aiohttp, …).
-            raise Unreachable(f"{self.name}: cannot be read: {type(exc).__name__}: {exc}") from None
         self._hash.update(data)
         self.bytes_read += len(data)
         return data
@@ -226,6 +223,15 @@ class _RemoteFile(Source):
                 f"{self.name}: changed while it was read; submit it again once nothing writes to it any more"
             )
 
+    def _read(self) -> bytes:
+        try:
+            return super()._read()
+        except BatchmillError:
+            raise
+        except Exception as exc:
+            # Each service's client has exceptions of its own (botocore, aiohttp, …), and no base is common to them.
+            raise Unreachable(f"{self.name}: cannot be read: {type(exc).__name__}: {exc}") from None
+
     def _identity(self) -> tuple[Any, ...]:
         info = self._fs.info(self._path)
         if info.get("type") == "directory":
@@ -250,9 +256,16 @@ def open_source(source: str) -> Source:
         raise UsageError(f"{path}: {_plain_reason(exc)}") from None
 
 
-def open_bytes(data: bytes, name: str) -> Source:
-    """A source out of bytes at hand."""
-    return Source(name, io.BytesIO(data))
+class _Stream(Source):
+    """A stream that the caller opened, so closes."""
+
+    def close(self) -> None:
+        pass
+
+
+def open_stream(stream: BinaryIO, name: str) -> Source:
+    """A source out of a binary stream; `read(n)` is all that it needs."""
+    return _Stream(name, stream)
 
 
 def _without_bom(blocks: Iterator[bytes]) -> Iterator[bytes]:

@@ -11,6 +11,8 @@
 
 A kill before 3 (or 4 without a key) leaves nothing that counts, and `recover` clears it away. A kill after that leaves
 a whole batch, which `recover` brings to its end. Every intake and every coordinator calls `recover` when it starts.
+A disk that fills up, or a service that fails, at 4 or 5 takes the batch back, unless it has a key: then repeating the
+submit, or recovery, completes it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import msgspec
 from blake3 import blake3
 from ulid import ULID
 
+from common.errors import Unreachable
 from common.ids import is_batch_id, new_batch_id
 from common.store import LocalStore, Store
 from producers.batch import Batch, folder
@@ -86,9 +89,27 @@ class Spool:
                 earlier = find_by_key(self.store, batch.idempotency_key)
                 if earlier is not None:
                     return earlier
-        finish(self.store, batch)
+            # Others may have found it under its key by now: should the rest fail, it is brought to its end later.
+            self._done = True
+        try:
+            finish(self.store, batch)
+        except BaseException:
+            if not self._done:
+                # Until the withdrawal is through, the lock must stay: a batch without it would be lost for good.
+                self._done = True
+                self._withdraw(batch)
+                self._done = False
+            raise
         self._done = True
         return batch
+
+    def _withdraw(self, batch: Batch) -> None:
+        """Make a batch invisible again, as its submitter will be told that it failed."""
+        self.store.delete(f"active/{batch.shard}/{batch.id}")
+        if isinstance(self.store, LocalStore):
+            self.store.move(folder(batch.id), self.folder)
+        else:
+            self.store.delete(f"{folder(batch.id)}/batch.json")
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -121,7 +142,8 @@ def finish(store: Store, batch: Batch) -> bool:
             return False
         store.put_atomic(f"{final}/batch.json", encode_batch(batch))
     _activate(store, batch)
-    store.delete(f"{INCOMING}/{batch.id}{_LOCK}")
+    with contextlib.suppress(Unreachable):  # the batch is there; recovery takes the lock away
+        store.delete(f"{INCOMING}/{batch.id}{_LOCK}")
     return True
 
 

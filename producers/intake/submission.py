@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import time
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -18,7 +19,7 @@ from producers.intake.options import Options
 from producers.intake.reading import Progress, Reading
 from producers.intake.refusals import Rejected, Report
 from producers.intake.rules import Rules
-from producers.intake.source import Source, open_bytes, open_source
+from producers.intake.source import Source, open_source, open_stream
 from producers.intake.spool import INCOMING, Spool, find_by_key, recover, shard_of
 from producers.plan_file import INVALID, INVALID_INDEX, PLAN, ROWS, InvalidWriter, PlanReader, PlanWriter
 
@@ -57,32 +58,25 @@ def submit(
         return _submit(opened, store, settings, registry, options, progress)
 
 
-def submit_bytes(
-    data: bytes, store: Store, settings: Settings, registry: Registry, options: Options, name: str = "inline"
+def submit_stream(
+    stream: BinaryIO, store: Store, settings: Settings, registry: Registry, options: Options, name: str = "stream"
 ) -> Batch:
-    """As `submit`, out of a file's content; `name` stands for the file in messages."""
+    """As `submit`, out of a binary stream, which stays open; `name` stands for the file in messages.
+
+    What the stream itself raises, except `OSError`, goes through.
+    """
     options.check()
     if (earlier := _earlier(store, options)) is not None:
         return earlier
-    with open_bytes(data, name) as opened:
+    with open_stream(stream, name) as opened:
         return _submit(opened, store, settings, registry, options, None)
 
 
-def submit_stream(
-    file: BinaryIO,
-    store: Store,
-    settings: Settings,
-    registry: Registry,
-    options: Options,
-    progress: Progress | None = None,
-    name: str = "stream",
+def submit_bytes(
+    data: bytes, store: Store, settings: Settings, registry: Registry, options: Options, name: str = "inline"
 ) -> Batch:
-    """As `submit`, out of an open binary file, read once and closed; `name` stands for it in messages."""
-    options.check()
-    with Source(name, file) as opened:
-        if (earlier := _earlier(store, options)) is not None:
-            return earlier
-        return _submit(opened, store, settings, registry, options, progress)
+    """As `submit`, out of a file's content."""
+    return submit_stream(io.BytesIO(data), store, settings, registry, options, name)
 
 
 def _earlier(store: Store, options: Options) -> Batch | None:
@@ -152,7 +146,7 @@ def _without_repeats(spool: Spool, reading: Reading, made: PlanWriter) -> PlanWr
 
     Rare (it takes `--skip-invalid` and such a file), so it costs nothing to files that have none.
     """
-    reader = PlanReader(spool.store, spool.folder, made.planned, made.windows)
+    reader = PlanReader(spool.store, spool.folder, made.planned)
     decode = msgspec.msgpack.Decoder(Row).decode
     repeats = reading.repeats()
     repeat = next(repeats, None)

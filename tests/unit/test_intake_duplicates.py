@@ -63,10 +63,9 @@ def run(windows: list[list[tuple[bytes, bool]]]) -> list[tuple[int, int, int]]:
     index = 0
     found = []
     for window in windows:
-        for custom_id, refused in window:
-            (table.add_refused if refused else table.add)(custom_id, 2 * index + 1, index)
-            index += 1
-        found += table.close_window()
+        numbered = [(index + n, 2 * (index + n) + 1, i, refused) for n, (i, refused) in enumerate(window)]
+        index += len(window)
+        found += table.add_window([r[:3] for r in numbered if not r[3]], [r[:3] for r in numbered if r[3]])
     found += table.across_windows()
     again = list(table.across_windows())
     assert again == found[len(found) - len(again) :]
@@ -134,6 +133,5 @@ def test_a_full_temporary_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(module, "spooled", lambda folder: Full())
     table = Duplicates()
-    table.add(b'"a"', 1, 0)
     with pytest.raises(Unreachable, match="temporary files: No space left on device; free some space or set TMPDIR"):
-        table.close_window()
+        table.add_window([(0, 1, b'"a"')], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import os
 import subprocess
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidInput, Unreachable, UsageError
 from producers.intake import source as source_module
 from producers.intake.reader import read_lines
-from producers.intake.source import open_bytes, open_source
+from producers.intake.source import open_source, open_stream
 
 text = st.lists(st.sampled_from([b"a", b"\n", b"\r\n", b"\r", b"\xff", "é\u2028\u0085".encode(), b"bb"])).map(b"".join)
 
@@ -28,6 +29,10 @@ text = st.lists(st.sampled_from([b"a", b"\n", b"\r\n", b"\r", b"\xff", "é\u2028
 def cut(data: bytes, cuts: list[int]) -> Iterator[bytes]:
     borders = sorted({c for c in cuts if c < len(data)} | {0, len(data)})
     return (data[a:b] for a, b in itertools.pairwise(borders))
+
+
+def open_bytes(data: bytes, name: str) -> source_module.Source:
+    return open_stream(io.BytesIO(data), name)
 
 
 def lines_of(blocks: Iterator[bytes], longest: int) -> list[bytes | None]:
@@ -256,6 +261,20 @@ def test_a_disk_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.Mon
     source = source_module.Source("bad.jsonl", Failing())  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"bad\.jsonl: cannot be read: Input/output error"):
         list(source.blocks())
+
+
+def test_a_stream_stays_open_and_speaks_for_itself() -> None:
+    class Broken:
+        def read(self, size: int) -> bytes:
+            raise LookupError("the caller's own")
+
+    stream = io.BytesIO(DATA)
+    with open_stream(stream, "s") as source:
+        assert b"".join(source.blocks()) == DATA
+        source.verify()
+    assert not stream.closed
+    with pytest.raises(LookupError, match="the caller's own"):
+        list(open_stream(Broken(), "s").blocks())  # type: ignore[arg-type]
 
 
 def test_urls_are_read_through_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,18 +10,19 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
 
 from common.errors import UsageError
-from common.messages import Row
+from common.messages import Row, decode_rows
 from common.registry import ModelVersion, Registry
 from common.settings import Inference, Scheduler, Settings
 from common.store import LocalStore
 from producers.batch import Batch, read_batch, read_status
+from producers.coordinator.batch_files import BatchFiles
 from producers.intake import LineError, Options, Rejected, shard_of, submit, submit_bytes, validate
-from producers.plan_file import InvalidReader, PlanReader
 
 REGISTRY = Registry(
     {
@@ -46,7 +47,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def rows_of(store: LocalStore, batch: Batch) -> list[Row]:
-    return [msgspec.msgpack.decode(r, type=Row) for r in PlanReader.of(store, batch).read(0, batch.planned)]
+    return decode_rows(BatchFiles(store, batch).rows(np.arange(batch.planned, dtype=np.uint32)))
 
 
 def test_a_file_becomes_a_batch(store: LocalStore, tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_skip_invalid_makes_error_lines(store: LocalStore) -> None:
     batch = submit_bytes(data, store, Settings(), REGISTRY, Options(skip_invalid=True))
     assert (batch.requests, batch.planned, batch.invalid) == (5, 2, 3)
     assert sorted(r.index for r in rows_of(store, batch)) == [1, 4]
-    found = [(index, json.loads(line)) for index, line in InvalidReader(store, batch)]
+    found = [(index, json.loads(line)) for index, line in BatchFiles(store, batch).invalid()]
     assert [(n, line["custom_id"], line["error"]["code"]) for n, line in found] == [
         (0, None, "invalid_request"),
         (2, "a", "invalid_request"),
@@ -134,7 +135,7 @@ def test_bad_lines_in_every_window_and_repeats_across(
     for row in rows:
         assert row.custom_id == b'"id-%d"' % row.index
         assert json.loads(row.body)["messages"][0]["content"].endswith(f"text {row.index}")
-    found = list(InvalidReader(store, batch))
+    found = list(BatchFiles(store, batch).invalid())
     assert [n for n, _ in found] == sorted(bad)
     assert batch.windows[0].index_start == 0
     assert batch.windows[-1].index_end == 100
@@ -144,7 +145,7 @@ def test_bad_lines_in_every_window_and_repeats_across(
         assert window.index_end - window.index_start <= 7
         inside = {r.index for r in rows[window.pos_start : window.pos_end]}
         assert inside == {n for n in range(window.index_start, window.index_end) if n not in bad}
-    assert batch.cost == int(PlanReader.of(store, batch).plan(0, batch.planned)["cost"].sum())
+    assert batch.cost == int(BatchFiles(store, batch).plan(0, batch.planned)["cost"].sum())
     # The same file without the option: the same lines are reported.
     report = validate(str(path), Settings(), REGISTRY, Options())
     assert report.error_count == len(bad)
@@ -158,8 +159,8 @@ def test_windows_end_by_bytes_too(store: LocalStore, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("producers.intake.reading.WINDOW_BYTES", 2000)
     data = b"\n".join(chat(f"{n}", "x" * (3000 if n == 5 else 300)) for n in range(20))
     batch = submit_bytes(data, store, Settings(), REGISTRY, Options())
-    reader = PlanReader.of(store, batch)
-    sizes = [sum(map(len, reader.read(w.pos_start, w.pos_end))) for w in batch.windows]
+    lengths = BatchFiles(store, batch).plan(0, batch.planned)["length"]
+    sizes = [int(lengths[w.pos_start : w.pos_end].sum()) for w in batch.windows]
     assert len(sizes) > 4
     assert all(size <= 2000 or w.pos_end - w.pos_start == 1 for size, w in zip(sizes, batch.windows, strict=True))
     assert [r.index for r in sorted(rows_of(store, batch), key=lambda r: r.index)] == list(range(20))
@@ -194,7 +195,7 @@ def test_a_line_of_20_mb_is_one_bad_line(store: LocalStore) -> None:
     data = b"\n".join([chat("a"), chat("b", "x" * (20 << 20)), chat("c")])
     batch = submit_bytes(data, store, Settings(), REGISTRY, Options(skip_invalid=True))
     assert (batch.planned, batch.invalid) == (2, 1)
-    (found,) = InvalidReader(store, batch)
+    (found,) = BatchFiles(store, batch).invalid()
     assert found[0] == 1
     assert b"line 2: is longer than 8388608 bytes" in found[1]
 
@@ -253,8 +254,8 @@ def test_progress_counts_bytes_and_lines(store: LocalStore, tmp_path: Path) -> N
 def test_all_lines_bad_is_a_batch_of_errors(store: LocalStore) -> None:
     batch = submit_bytes(b"[1]\n[2]", store, Settings(), REGISTRY, Options(skip_invalid=True))
     assert (batch.requests, batch.planned, batch.invalid, batch.model) == (2, 0, 2, "tiny@1")
-    assert PlanReader.of(store, batch).read(0, 0) == []
-    assert [n for n, _ in InvalidReader(store, batch)] == [0, 1]
+    assert store.size(f"batches/{batch.id}/plan") == 0
+    assert [n for n, _ in BatchFiles(store, batch).invalid()] == [0, 1]
 
 
 def test_more_errors_than_are_shown(store: LocalStore) -> None:
