@@ -18,11 +18,11 @@ from common.store import LocalStore
 from producers import intake, partial
 from producers.batch import Batch, read_status
 from producers.batch_view import BatchView, view
+from producers.coordinator.batch_files import BatchFiles
 from producers.coordinator.ledger import Ledger
 from producers.coordinator.records import Exhausted, Type, pack_positions
 from producers.coordinator.segments import Seal, write_seal
 from producers.intake import Options
-from producers.plan_file import PlanReader
 from tests.support import oracle, stored
 
 MODELS = Registry({stored.MODEL: ModelVersion(source="x")}, {}, stored.MODEL)
@@ -42,9 +42,7 @@ class Scene:
         self.ids = [f"c{n}" for n in range(40)]
         self.wal = self.store.root / "wal" / str(self.batch.shard)
         self.ledger = Ledger(self.wal, 1, segment_bytes=2048)
-        self.index = PlanReader(self.store, f"batches/{self.batch.id}", self.batch.planned, self.batch.windows).plan(
-            0, self.batch.planned
-        )["index"]
+        self.index = BatchFiles(self.store, self.batch).plan(0, self.batch.planned)["index"]
 
     def results(self, positions: list[int], kind: Kind, of: Batch | None = None, text: str = "ok") -> None:
         """Log what a worker answered."""
