@@ -42,7 +42,7 @@ LINGER_ENV = "BATCHMILL_FLEET_LINGER_S"
 GIVE_UP_AFTER = 3
 #: Redis and coordinator are tried longer: without them nothing works.
 REDIS_GIVE_UP_AFTER = 6
-_REDIS_SUSPECT_FILE_AFTER = 3
+_REDIS_SUSPECT_FILE_AFTER = 2
 
 _COORDINATOR_SETTLED_S = 10.0
 

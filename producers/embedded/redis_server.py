@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from common.errors import Unreachable
 from producers.embedded.layout import Layout
@@ -48,7 +50,13 @@ def argv(binary: str, layout: Layout) -> list[str]:
 
 def answers(layout: Layout) -> bool:
     """True when it serves (not while it still loads its file)."""
-    client = redis.Redis(unix_socket_path=str(layout.socket), socket_timeout=1.0, socket_connect_timeout=1.0)
+    # By default redis-py tries again for seconds, and we ask again soon anyway.
+    client = redis.Redis(
+        unix_socket_path=str(layout.socket),
+        socket_timeout=1.0,
+        socket_connect_timeout=1.0,
+        retry=Retry(NoBackoff(), 0),
+    )
     try:
         return bool(client.ping())
     except (redis.RedisError, OSError):
