@@ -107,11 +107,13 @@ class Daemon:
     def _tick(self, now: float) -> None:
         self._tend_redis(now)
         if self.redis_answers:
+            if not self.up:
+                self._release_unacked()
+                self.up = True
             for coordinator in self.coordinators:
                 coordinator.tend(now)
                 if coordinator.alive and now - coordinator.started_at > _COORDINATOR_SETTLED_S:
                     coordinator.settle()
-            self.up = True
             self._look_at_workers()
             self._tend_workers(now)
         self._reap_orphans()
@@ -132,6 +134,15 @@ class Daemon:
             self.redis_answers = redis_server.answers(self.layout)
             if self.redis_answers:
                 self.redis.settle()
+
+    def _release_unacked(self) -> None:
+        try:
+            count = redis_server.release_unacked(self.layout)
+        except (redis.RedisError, OSError) as exc:
+            self.log.warning("messages of a killed fleet wait for their visibility timeout", error=type(exc).__name__)
+            return
+        if count:
+            self.log.info("messages that a killed fleet held are delivered again", count=count)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import time
 from pathlib import Path
+from typing import cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -50,19 +52,34 @@ def argv(binary: str, layout: Layout) -> list[str]:
 
 def answers(layout: Layout) -> bool:
     """True when it serves (not while it still loads its file)."""
+    with contextlib.closing(_client(layout)) as client:
+        try:
+            return bool(client.ping())
+        except (redis.RedisError, OSError):
+            return False
+
+
+def release_unacked(layout: Layout) -> int:
+    """Let what processes held that are gone be delivered again soon, not after the visibility timeout; how many.
+
+    For a fleet that starts: nobody is connected yet, so whoever had taken these messages was killed. kombu keeps them
+    in `unacked`, with the time of delivery as score in `unacked_index`, which its consumers sweep every ten seconds.
+    """
+    with contextlib.closing(_client(layout)) as client:
+        tags = cast(list[bytes], client.zrange("unacked_index", 0, -1))
+        if tags:
+            client.zadd("unacked_index", dict.fromkeys(tags, 0.0), xx=True)
+        return len(tags)
+
+
+def _client(layout: Layout) -> redis.Redis:
     # By default redis-py tries again for seconds, and we ask again soon anyway.
-    client = redis.Redis(
+    return redis.Redis(
         unix_socket_path=str(layout.socket),
         socket_timeout=1.0,
         socket_connect_timeout=1.0,
         retry=Retry(NoBackoff(), 0),
     )
-    try:
-        return bool(client.ping())
-    except (redis.RedisError, OSError):
-        return False
-    finally:
-        client.close()
 
 
 def set_aside(layout: Layout) -> Path:
