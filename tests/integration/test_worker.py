@@ -34,9 +34,8 @@ def test_every_request_is_answered_once_and_acked(
 def test_requests_singly_with_waits_and_each_kind_of_trouble(
     broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
 ) -> None:
-    faults = (
-        "E500=500,ONCE=503*1,ABRT=abort,GARB=garbage,RAIS=raise,MEMO=memoryerror,SYSE=systemexit,HANG=hang,R429=429"
-    )
+    faults = "E500=500,ONCE=503*1,R429=429,ABRT=abort,GARB=garbage,HANG=hang,"
+    faults += "RAIS=raise,MEMO=memoryerror,SYSE=systemexit"
     worker = start_worker(BATCHMILL_ECHO_FAULTS=faults, BATCHMILL_ECHO_LATENCY_MS=5)
     names = ["fine", "E500", "ONCE", "ABRT", "GARB", "RAIS", "MEMO", "SYSE", "HANG", "R429", "also fine"]
     bodies = [chat(name) for name in names] + [b"{}"]

@@ -31,7 +31,7 @@ def test_a_killed_workers_chunk_is_answered_by_the_next(
     processes.wait_gone()
     start_worker(BATCHMILL_BROKER_VISIBILITY_TIMEOUT_S=4)
     answers = dispatch.wait(chunk, 40)
-    assert dict((pos, kind) for pos, kind, _ in answers.rows) == {0: Kind.OUTPUT, 1: Kind.OUTPUT}
+    assert {pos: kind for pos, kind, _ in answers.rows} == {0: Kind.OUTPUT, 1: Kind.OUTPUT}
     broker.wait_depth(QUEUE, ready=0, unacked=0)
 
 
@@ -140,7 +140,7 @@ def test_workers_die_with_their_supervisor(start_worker: StartWorker, processes:
 def test_work_goes_on_through_a_broker_restart(
     broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
 ) -> None:
-    """The connection is lost, the chunk is delivered again and joins the copy that runs; results wait for the broker."""
+    """The chunk is delivered again and joins the copy that runs; its results wait for the broker."""
     worker = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=slow:4", BATCHMILL_INFERENCE_DRAIN_S=20)
     if isinstance(broker, RabbitBroker):
         # RabbitMQ 3.10 breaks a quorum queue that is killed before its name was saved.

@@ -48,7 +48,7 @@ def make_chunk(
     """A chunk of one slice; `fields` replace fields of `Chunk`."""
     rows = [Row(start + i, start + i, b'"r%d"' % (start + i), url, body) for i, body in enumerate(bodies)]
     one = Slice(batch or ids.new_batch_id(), start, start + len(rows), 1, join_rows([encode(row) for row in rows]))
-    values = {
+    values: dict[str, Any] = {
         "v": VERSION,
         "id": ids.new_chunk_id(),
         "model": model,
