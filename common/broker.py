@@ -59,7 +59,8 @@ def make_app(settings: Settings) -> Celery:
     app = Celery("batchmill", broker=url, set_as_current=False)
     app.conf.update(
         accept_content=[serializer.CONTENT_TYPE, "json"],  # json: remote control and `batchmill.submit`
-        task_serializer=serializer.NAME,
+        # Remote control serialises with it (celery/app/control.py); chunks name their own serializer.
+        task_serializer="json",
         task_acks_late=True,  # acked only after the results are confirmed
         task_reject_on_worker_lost=True,
         task_ignore_result=True,

@@ -51,6 +51,8 @@ class Grave(threading.Thread):
 class ChunkConsumer(Consumer):  # type: ignore[misc]
     """See the module. Its `Blueprint` leaves out delayed delivery (28 queues for ETAs nobody may set)."""
 
+    _grave: Grave | None = None
+
     class Blueprint(Consumer.Blueprint):  # type: ignore[misc]
         """The steps that remain, ours among them."""
 
@@ -80,20 +82,25 @@ class ChunkConsumer(Consumer):  # type: ignore[misc]
     def create_task_handler(self, promise: Any = promise) -> Callable[[Any], None]:
         """Celery's handler for chunks, the grave for everything else."""
         handle = super().create_task_handler(promise)
-        # A reconnect makes a new handler; the grave stays.
-        grave = self.grave = getattr(self, "grave", None) or Grave(self.app.batchmill_node)
-        if not grave.is_alive():
-            grave.start()
-
-        def acker(message: Any) -> Callable[[], None]:
-            return lambda: self.call_soon_ack(message.ack_log_error, _logger, self.connection_errors)
 
         def on_message(message: Any) -> None:
             reason = refusal(message)
             if reason is None:
                 handle(message)
-                return
-            log.warning("bad message", reason=reason)
-            grave.bury(message, reason, acker(message))
+            else:
+                self._bury(message, reason)
 
         return on_message
+
+    def on_decode_error(self, message: Any, _exc: Exception) -> None:
+        """kombu could not make sense of it (a compression that is none)."""
+        self._bury(message, "does not decode")
+
+    def _bury(self, message: Any, reason: str) -> None:
+        log.warning("bad message", reason=reason)
+        if self._grave is None:
+            self._grave = Grave(self.app.batchmill_node)
+            self._grave.start()
+        self._grave.bury(
+            message, reason, lambda: self.call_soon_ack(message.ack_log_error, _logger, self.connection_errors)
+        )
