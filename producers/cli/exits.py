@@ -11,6 +11,8 @@ UNREACHABLE: Final = 3
 STOPPED: Final = 4
 #: A defect of ours (sysexits.h: EX_SOFTWARE).
 BUG: Final = 70
+#: Another coordinator leads now; starting again makes a standby (sysexits.h: EX_TEMPFAIL).
+OUSTED: Final = 75
 #: Ctrl-C: what was followed goes on. 128 + SIGINT, so that `producers submit … && next step` does not go on.
 DETACHED: Final = 130
 #: The reader of our output went away. 128 + SIGPIPE.

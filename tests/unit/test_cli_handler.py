@@ -215,6 +215,25 @@ def test_results_of_a_running_batch_need_partial(store: LocalStore, capsys: pyte
     assert "is in progress (4 of 10 done)" in capsys.readouterr().err
 
 
+def test_coordinate_ends_by_its_reason(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import producers.coordinator
+    from producers.coordinator.core import Ousted
+
+    # Logging is the process's, and would keep the stream of this test.
+    monkeypatch.setattr("common.logs.configure", lambda *_: None)
+    assert run(["coordinate", "--shard", "1"]) == exits.INVALID
+    assert "scheduler.shards is 1" in capsys.readouterr().err
+    assert run(["coordinate"]) == exits.INVALID  # no message keys
+    assert "security.dispatch_key is not set" in capsys.readouterr().err
+
+    def ousted(*_: object) -> None:
+        raise Ousted
+
+    monkeypatch.setattr(producers.coordinator, "run", ousted)
+    assert run(["coordinate"]) == exits.OUSTED
+    assert "stands by" in capsys.readouterr().err
+
+
 def _python(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     base = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")} | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
