@@ -16,12 +16,15 @@ from producers.coordinator.finalizer import Finalizer
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.progress import Progress
 from producers.coordinator.records import Cancelled, Closed
+from producers.intake import recover
 
 log = get(__name__)
 
 #: Seconds between looks for new work (an object store bills every look).
 PERIOD_S = 0.2
 PERIOD_OBJECT_STORE_S = 2.0
+#: Seconds between looks for batches whose submit was killed just before their marker.
+RECOVER_S = 60.0
 #: Seconds between two status files of a batch whose status word did not change.
 STATUS_S = 1.0
 #: Seconds a cancelled batch waits for what is in engines, at most.
@@ -48,6 +51,7 @@ class Control:
         #: batch → monotonic seconds when its cancel was seen.
         self._cancelling: dict[str, float] = {}
         self._looked_at = float("-inf")
+        self._recovered_at = float("-inf")
 
     def run(self) -> None:
         """Tick until the core stops."""
@@ -66,6 +70,9 @@ class Control:
     def tick(self) -> None:
         """One look."""
         now = time.monotonic()
+        if now - self._recovered_at >= RECOVER_S:
+            self._recovered_at = now
+            recover(self._store)
         if now - self._looked_at >= self._period:
             self._looked_at = now
             self.open_new()

@@ -10,7 +10,7 @@
 5. `active/<shard>/<id>` lets the coordinator find it; then the lock goes.
 
 A kill before 3 (or 4 without a key) leaves nothing that counts, and `recover` clears it away. A kill after that leaves
-a whole batch, which `recover` brings to its end. Every intake and every coordinator calls `recover` when it starts.
+a whole batch, which `recover` brings to its end. Submits call it, and coordinators call it once a minute.
 A disk that fills up, or a service that fails, at 4 or 5 takes the batch back, unless it has a key: then repeating the
 submit, or recovery, completes it.
 """
@@ -164,6 +164,8 @@ def recover(store: Store) -> None:
             continue
         try:
             batch = msgspec.json.decode(store.read(f"{folder(batch_id)}/batch.json"), type=Batch)
+        except msgspec.DecodeError:
+            continue  # damaged, which is for the coordinator to say
         except FileNotFoundError:
             with _taken_over(store, batch_id) as dead:
                 if dead:

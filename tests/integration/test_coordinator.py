@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import msgspec
@@ -12,7 +13,7 @@ from common.broker import Publisher, codecs
 from common.ids import new_chunk_id
 from common.messages import QUEUE_DEAD, VERSION, Kind, Results, Row, encode
 from common.settings import Settings
-from common.store import Store, open_store
+from common.store import LocalStore, Store, open_store
 from producers.batch import Command, Heartbeat, folder
 from producers.coordinator.records import Evidence, Type, decode
 from producers.coordinator.segments import Record
@@ -87,6 +88,16 @@ def test_a_batch_that_comes_later_is_noticed_at_once(fast: Settings, store: Stor
         wait_until(lambda: bool(worker.taken), 5, "the first chunk", 0.005)
         assert time.monotonic() - began < 0.5
         wait_status(store, batch, "completed")
+
+
+def test_a_batch_whose_submit_was_killed_before_its_marker_is_found(fast: Settings, store: Store) -> None:
+    assert isinstance(store, LocalStore)
+    batch = make_batch(store, 10, activate=False)
+    os.close(store.create_locked(f"incoming/{batch.id}.lock"))
+    with coordinating(fast, store), FakeWorker(fast):
+        wait_status(store, batch, "completed")
+    check_outputs(store, batch)
+    assert store.list("incoming") == []
 
 
 def test_the_window_bounds_what_waits_in_the_broker(fast: Settings, store: Store, broker: Broker) -> None:

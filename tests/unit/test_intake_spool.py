@@ -233,6 +233,17 @@ def test_what_the_coordinator_has_had_is_not_made_active_again(tmp_path: Path) -
     assert store.list("incoming") == []
 
 
+def test_a_damaged_batch_does_not_stop_recovery(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    batch_id = submit(store)
+    store.put_atomic(f"batches/{batch_id}/batch.json", b"{")
+    os.close(store.create_locked(f"incoming/{batch_id}.lock"))
+    other = submit(store)
+    os.close(store.create_locked(f"incoming/{other}.lock"))
+    recover(store)
+    assert store.list("incoming") == [f"{batch_id}.lock"]
+
+
 def test_other_files_in_incoming_are_left_alone(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put_atomic("incoming/readme", b"")
