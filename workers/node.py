@@ -12,12 +12,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 
-from common import logs
+from common import logs, metrics
 from common.broker import codecs
 from common.errors import BadMessage, BatchmillError
 from common.ids import is_batch_id
 from common.live import LiveState, WorkerFacts
-from common.messages import Chunk, Results, Row, decode_chunk, decode_rows, encode, infer_queue, node_queue
+from common.messages import Chunk, Kind, Results, Row, decode_chunk, decode_rows, encode, infer_queue, node_queue
 from common.registry import Registry
 from common.settings import Settings
 from common.urls import URLS
@@ -234,6 +234,27 @@ class Node:
 
     def _send(self, queue: str, results: Results) -> None:
         self.outbox.publish(queue, self._results.seal(queue, encode(results)))
+        self._count(results)
+
+    def _count(self, results: Results) -> None:
+        for part in results.parts:
+            for kind in Kind:
+                number = part.kind.count(kind)
+                if number:
+                    metrics.RESULTS_SENT.labels(model=self.model, kind=kind.name.lower()).inc(number)
+            metrics.TOKENS.labels(model=self.model, type="prompt").inc(part.usage.prompt_tokens)
+            metrics.TOKENS.labels(model=self.model, type="completion").inc(part.usage.completion_tokens)
+            metrics.TOKENS.labels(model=self.model, type="cached").inc(part.usage.cached_tokens)
+        if results.done:
+            metrics.CHUNK_SECONDS.labels(model=self.model).observe(results.elapsed_s)
+
+    def _gauge(self) -> None:
+        stats = self.stats()
+        metrics.ENGINE_RUNNING.labels(model=self.model).set(stats.running)
+        metrics.ENGINE_WAITING.labels(model=self.model).set(stats.waiting)
+        metrics.ENGINE_KV_USAGE.labels(model=self.model).set(stats.kv_usage)
+        metrics.CHUNKS_RUNNING.labels(model=self.model).set(len(self.runs))
+        metrics.DRAINING.labels(model=self.model).set(self.state == "draining")
 
     def _remember(self, chunk_id: str) -> None:
         with self._lock:
@@ -243,6 +264,7 @@ class Node:
 
     def _tick(self) -> None:
         self.outbox.tick()
+        self._gauge()
         if parent.orphaned():
             # The kernel's signal does this on Linux; elsewhere this is all there is.
             die("its supervisor is gone")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tenacity import RetryCallState, Retrying, sleep_using_event, stop_when_event_set, wait_exponential_jitter
 
-from common import logs
+from common import logs, metrics
 from common.broker import Publisher
 from common.messages import QUEUE_DEAD
 from common.settings import Settings
@@ -48,6 +48,7 @@ class Outbox:
 
     def bury(self, body: Any, reason: str, queue: str) -> None:
         """Publish a message that cannot be accepted, as it came, to the queue `dead`, with its reason."""
+        metrics.MESSAGES_REFUSED.labels(direction="chunk").inc()
         raw = body if isinstance(body, bytes) else str(body).encode("utf-8", "surrogateescape")
         self.publish(QUEUE_DEAD, raw, {"x-reason": _plain(reason), "x-queue": _plain(queue)})
 

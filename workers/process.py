@@ -15,7 +15,7 @@ from celery.apps.worker import Worker
 from celery.exceptions import SecurityWarning
 from celery.worker import state
 
-from common import logs
+from common import logs, metrics
 from common.registry import Registry
 from common.settings import Settings
 from workers.node import Node
@@ -23,6 +23,8 @@ from workers.tasks import make_worker_app
 
 #: Seconds that threads of others (the engine's libraries) have to end after us.
 LEAVE_S = 10.0
+#: A worker's metrics are served at `telemetry.metrics_port` plus this plus its first device.
+METRICS_OFFSET = 100
 
 log = logs.get(__name__)
 
@@ -53,6 +55,7 @@ def run(settings: Settings, registry: Registry, model: str, name: str) -> int:
     warnings.simplefilter("ignore", SecurityWarning)
     signals.setup_logging.connect(_keep_logging, weak=False)
     logging.getLogger("amqp").setLevel(logging.WARNING)
+    metrics.serve(settings.telemetry, METRICS_OFFSET + _first_device())
     node = Node(settings, registry, model, name)
     app = make_worker_app(node)
     worker = ChunkWorker(
@@ -76,6 +79,11 @@ def run(settings: Settings, registry: Registry, model: str, name: str) -> int:
         raise node.failure
     log.info("worker gone", node=name, status=status)
     return status
+
+
+def _first_device() -> int:
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    return int(first) if first.isdigit() else 0
 
 
 def _keep_logging(**_: Any) -> None:

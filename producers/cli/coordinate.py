@@ -9,6 +9,7 @@ from producers.cli import exits, say, surroundings
 
 def coordinate(shard: int) -> int:
     """Run one shard's coordinator until SIGTERM or Ctrl-C, or until another one has taken over."""
+    from common import metrics
     from producers.coordinator import run
     from producers.coordinator.core import Ousted
 
@@ -16,6 +17,7 @@ def coordinate(shard: int) -> int:
     if shard >= settings.scheduler.shards:
         raise UsageError(f"--shard {shard}: scheduler.shards is {settings.scheduler.shards}, they count from 0")
     logs.configure(settings.telemetry, "coordinator")
+    metrics.serve(settings.telemetry, shard)
     try:
         run(settings, shard)
     except Ousted:

@@ -14,13 +14,15 @@ import numpy as np
 from blake3 import blake3
 from kombu import Connection, Consumer
 
+from common import metrics
 from common.broker import Publisher, connect, queue
 from common.codec import Codec
 from common.errors import BadMessage
 from common.logs import get
-from common.messages import QUEUE_DEAD, Results, decode_results, lengths, results_queue
+from common.messages import QUEUE_DEAD, Kind, Results, decode_results, kinds, lengths, results_queue
 from common.settings import Settings
 from producers.coordinator.backoff import Reconnect
+from producers.coordinator.book import Outcome
 from producers.coordinator.broker_calls import BrokerTrouble, broker_calls
 from producers.coordinator.core import Core
 from producers.coordinator.losses import GRACE_S
@@ -65,7 +67,11 @@ class Aggregator:
         while True:
             more = core.ledger.wait_for_more(core.durable, 0.5)
             if more:
-                core.made_durable(core.ledger.sync())
+                before = core.durable
+                with metrics.LEDGER_SYNC_SECONDS.time():
+                    written = core.ledger.sync()
+                core.made_durable(written)
+                metrics.LEDGER_BYTES.inc(max(0, written - before))
             elif core.stop.is_set():
                 return
 
@@ -194,13 +200,24 @@ class Aggregator:
                 if progress.complete:
                     core.control.set()
         self.dropped += outcome.unknown
+        self._count(results, outcome)
         core.dispatch.set()
         self._unacked.append(_Unacked(ticket, message))
+
+    @staticmethod
+    def _count(results: Results, outcome: Outcome) -> None:
+        for part in results.parts:
+            tally = np.bincount(kinds(part), minlength=4)
+            for kind in Kind:
+                if tally[kind]:
+                    metrics.RESULTS_LOGGED.labels(kind=kind.name.lower()).inc(int(tally[kind]))
+        metrics.RESULTS_REPEATED.inc(outcome.duplicates + outcome.unknown)
 
     def _refuse(self, message: Any, blob: bytes, reason: str) -> None:
         """Dead-letter a bad message, keep evidence of it, and be done with it."""
         core = self._core
         self.refused += 1
+        metrics.MESSAGES_REFUSED.labels(direction="results").inc()
         digest = blake3(blob).hexdigest()
         log.error("bad_message", queue=self._queue, reason=reason, bytes=len(blob), digest=digest)
         evidence = encode(Evidence(self._queue, reason, len(blob), digest, time.time()))

@@ -7,6 +7,7 @@ import time
 
 import msgspec
 
+from common import metrics
 from common.errors import BatchmillError, Unreachable
 from common.logs import get
 from common.store import LocalStore, Store
@@ -50,6 +51,8 @@ class Control:
         self._odd: set[str] = set()
         #: batch → monotonic seconds when its cancel was seen.
         self._cancelling: dict[str, float] = {}
+        #: Models whose gauge was set.
+        self._gauged: set[str] = set()
         self._looked_at = float("-inf")
         self._recovered_at = float("-inf")
 
@@ -79,6 +82,18 @@ class Control:
             self._fold_commands()
         self._close_complete()
         self.say_all()
+        self._gauge()
+
+    def _gauge(self) -> None:
+        book = self._core.book
+        with self._core.lock:
+            metrics.BATCHES_ACTIVE.set(len(book.batches))
+            used = {model: book.window_used(lane) for model, lane in book.lanes.items()}
+        for model in self._gauged - used.keys():
+            metrics.REQUESTS_IN_FLIGHT.labels(model=model).set(0)
+        self._gauged |= used.keys()
+        for model, requests in used.items():
+            metrics.REQUESTS_IN_FLIGHT.labels(model=model).set(requests)
 
     # -- new batches -----------------------------------------------------------------------------------------------
 

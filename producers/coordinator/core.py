@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from common import metrics
 from common.live import WorkerFacts
 from common.logs import get
 from producers.coordinator.book import Book
@@ -77,6 +78,7 @@ class Core:
                 return
             self.ledger.append(Type.LOST, encode(lost), {share.batch for share in chunk.shares})
             self.book.lost(lost, time.monotonic())
+            metrics.CHUNKS_LOST.labels(model=chunk.model).inc()
         self.dispatch.set()
 
     def hold(self, seconds: float) -> None:

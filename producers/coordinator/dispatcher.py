@@ -7,6 +7,7 @@ import functools
 import time
 from typing import NamedTuple
 
+from common import metrics
 from common.broker import Publisher
 from common.codec import Codec
 from common.ids import new_chunk_id
@@ -201,6 +202,7 @@ class Dispatcher:
             chunk = core.book.out.get(waiting.chunk_id)
             if chunk is not None:
                 chunk.published, chunk.sent_at = True, time.monotonic()
+                metrics.CHUNKS_SENT.labels(model=chunk.model).inc()
         core.trouble("broker_unreachable", "dispatcher", False)
         return None
 

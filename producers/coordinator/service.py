@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from common import metrics
 from common import registry as registry_module
 from common.broker import Publisher, codecs
 from common.errors import Unreachable, UsageError
@@ -93,6 +94,8 @@ class Service:
         settings, store = self._settings, self._store
         core = Core(Book(), Ledger(folder, leadership.epoch), self._shard, leadership.epoch)
         self.core = core
+        leading = metrics.LEADER.labels(shard=str(self._shard))
+        leading.set(leadership.epoch)
         chunks, results = codecs(settings)
         finalizer = Finalizer(core, store, leadership)
         control = Control(core, store, leadership, finalizer, settings.scheduler.lease_s)
@@ -121,6 +124,7 @@ class Service:
         finalizer.wake()
         for thread in (*threads, commits, beating, watching):
             thread.join(_JOIN_S)
+        leading.set(0)
         self._end(core, control, leadership)
 
     def _end(self, core: Core, control: Control, leadership: Leadership) -> None:
