@@ -26,7 +26,7 @@ def say(event: str, **more: Any) -> None:
 
 async def ask(engine: VllmEngine, url: str) -> None:
     try:
-        answer = await engine.infer(url, body(url, "Count from one to a thousand.", 1500, ignore_eos=True))
+        answer = await engine.infer(url, body(url, "Count from one to a thousand.", 900, ignore_eos=True))
     except EngineDead as exc:
         say("outcome", url=url, kind="dead", text=str(exc), at=time.monotonic())
     else:
@@ -42,6 +42,8 @@ async def main() -> int:
     await engine.start()
     requests = [asyncio.create_task(ask(engine, url)) for url in GENERATE]
     while engine.stats().running < len(requests):
+        if any(request.done() for request in requests):
+            return 1
         await asyncio.sleep(0.05)
     engine_process = next(p for p in multiprocessing.active_children() if p.name.startswith("EngineCore"))
     say("busy", pid=os.getpid(), engine=engine_process.pid)
