@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UsageError
+from common.object_store import ObjectStore
 from common.store import LocalStore
 from producers import outputs
 from tests.support import oracle, stored
@@ -44,6 +45,17 @@ def test_deliver_falls_back_where_the_kernel_cannot_copy(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "copy_file_range", refuse)
     outputs.deliver(store, of.id, tmp_path / "out")
     assert (tmp_path / "out/output.jsonl").read_bytes() == store.read(f"batches/{of.id}/output.jsonl")
+
+
+def test_deliver_and_lines_from_an_object_store(tmp_path: Path) -> None:
+    store = ObjectStore(f"memory://{tmp_path.name}")
+    of = stored.batch(store)
+    made = stored.outputs(store, of, {4})
+    outputs.deliver(store, of.id, tmp_path / "out")
+    assert (tmp_path / "out/output.jsonl").read_bytes() == b"".join(made[:4] + made[5:])
+    assert list(outputs.lines(store, of.id)) == made
+    with pytest.raises(outputs.NoOutputs, match=r"has no output\.jsonl"):
+        outputs.deliver(store, stored.batch(store).id, tmp_path / "out")
 
 
 def test_a_full_disk_leaves_no_torn_file_and_says_how_to_get_the_answers(
