@@ -84,7 +84,7 @@ fleet-status: $(STAMPS)/batchmill ## show the embedded fleet
 
 .PHONY: flower
 flower: $(STAMPS)/flower ## watch the configured (or the embedded) fleet on http://127.0.0.1:5555
-	@$(BIN)/celery -A common.celery_app flower --conf=config/flowerconfig.py
+	@$(BIN)/python -m common.flower --conf=config/flowerconfig.py
 
 # -- checking ---------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Flower's settings: `celery -A common.celery_app flower --conf=config/flowerconfig.py` (`make flower`).
+"""Flower's settings: `python -m common.flower --conf=config/flowerconfig.py` (`make flower`).
 
 Flower has no login of its own here, and its `/metrics` and `/healthcheck` bypass any that is set: so it listens on
 loopback. To show it to others, put a proxy with a login in front, or name a file with `user:password` in
@@ -25,7 +25,7 @@ read_only = True
 enable_events = False
 
 # Milliseconds. A worker answers between two pieces of work of its main thread, on a busy machine not within one second.
-inspect_timeout = 8000
+inspect_timeout = 8000.0
 
 # About 5 kB a task.
 max_tasks = 20_000
@@ -34,7 +34,15 @@ max_workers = 1_000
 purge_offline_workers = 3600
 
 # Seconds; a chunk runs from a moment to an hour, and the default ends at ten seconds.
-task_runtime_metric_buckets = [1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200]
+task_runtime_metric_buckets = [1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0]
 
-# What a row of the tasks page shows: `args` names batch, chunk and number of requests, never a prompt.
-tasks_columns = "name,uuid,state,args,received,started,runtime,worker"
+# What a row of the tasks page shows: the chunk's id, and `args` that name number of requests, batch and chunk, never a
+# prompt.
+tasks_columns = "uuid,args,state,received,started,runtime,worker"
+
+
+def format_task(task):
+    """The number of requests first: the column cuts off what comes last, which is the chunk's id again."""
+    words = (task.args or "").split()
+    task.args = " ".join(sorted(words, key=lambda word: not word.startswith("requests=")))
+    return task

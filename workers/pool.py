@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from billiard.einfo import ExceptionInfo
 from celery.concurrency.base import BasePool
 from celery.exceptions import Reject, Terminated, WorkerShutdown
@@ -179,21 +178,25 @@ class EnginePool(BasePool):  # type: ignore[misc]
         info: dict[str, Any] = super()._get_info()
         node = self._node
         facts = node.thread.engine.facts() if node.thread.ready else None
+        stats = node.stats()
+        # Words go in lists: Flower rewrites a bare string (`smollm2-135m@1` to "Smollm2 135m@1").
         info |= {
             "max-concurrency": self.limit,
-            "model": node.model,
-            "state": node.state,
+            "model": [node.model],
+            "state": [node.state],
             "chunks": len(node.runs),
             "outstanding-requests": node.outstanding,
-            "stats": msgspec.to_builtins(node.stats()),
+            "running-requests": stats.running,
+            "waiting-requests": stats.waiting,
+            "kv-usage": round(stats.kv_usage, 3),
         }
         if facts is not None:
             info |= {
-                "engine": facts.engine,
-                "device": facts.device,
+                "engine": [facts.engine],
+                "device": [facts.device],
                 "max-num-seqs": facts.max_num_seqs,
                 "max-model-len": facts.max_model_len,
-                "engine-facts": dict(facts.detail),
+                "engine-facts": [f"{name}={value}" for name, value in facts.detail.items()],
             }
         return info
 

@@ -171,8 +171,8 @@ def test_prompts_are_in_no_log_no_event_and_no_answer_to_a_monitor(
     assert active[0]["args"] == f"batch={chunk.slices[0].batch} chunk={chunk.id} requests=5"
     [stats] = answers["stats"].values()
     pool = stats["pool"]
-    assert (pool["model"], pool["engine"], pool["device"], pool["max-num-seqs"]) == (ECHO_MODEL, "echo", "cpu", 64)
-    assert pool["stats"]["running"] == 1
+    assert (pool["model"], pool["engine"], pool["device"]) == ([ECHO_MODEL], ["echo"], ["cpu"])
+    assert (pool["max-num-seqs"], pool["running-requests"]) == (64, 1)
     dispatch.wait(chunk)
     assert finished.wait(10), "no task-succeeded event"
     watcher.join(10)
