@@ -7,6 +7,7 @@ every test gets back running.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
@@ -119,8 +120,9 @@ class RedisServer:
 class RabbitServer:
     """A RabbitMQ node with its own epmd, cookie and folders, and the management plugin for asking about queues."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, conf: str = "", login: str = "guest:guest") -> None:
         self.folder = folder
+        self._login = base64.b64encode(login.encode()).decode()
         self.port, self.management_port = free_port(), free_port()
         self._dist_port, self._epmd_port = free_port(), free_port()
         self._node = f"bm{secrets.token_hex(4)}@localhost"
@@ -135,7 +137,7 @@ class RabbitServer:
             '{loopback_users,[<<"guest">>]},{disk_free_limit,10000000}]},'
             f'{{rabbitmq_management,[{{tcp_config,[{{port,{self.management_port}}},{{ip,"127.0.0.1"}}]}}]}}].\n'
         )
-        (folder / "rabbitmq.conf").write_text("log.console = true\nlog.console.level = warning\n")
+        (folder / "rabbitmq.conf").write_text(f"log.console = true\nlog.console.level = warning\n{conf}")
 
     def start(self) -> None:
         """Start it (again) and wait until it serves; about 14 s on two cores."""
@@ -143,8 +145,27 @@ class RabbitServer:
         if script is None:
             missing("RabbitMQ", "apt-get install rabbitmq-server")
             raise AssertionError
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("RABBITMQ_", "ERL_"))}
-        env |= {
+        env = self.environment()
+        epmd = shutil.which("epmd") or "epmd"
+        with open(self.folder / "rabbitmq.log", "ab") as log:
+            if self._epmd is None or self._epmd.poll() is not None:
+                argv = [epmd, "-address", "127.0.0.1", "-port", str(self._epmd_port)]
+                self._epmd = subprocess.Popen(die_with_parent(argv), stdout=log, stderr=subprocess.STDOUT, env=env)
+                wait_until(lambda: port_open(self._epmd_port), 10, "epmd listens", 0.02)
+            self._process = subprocess.Popen(
+                die_with_parent(["sh", str(script)]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+        wait_until(self._serves, 120, f"RabbitMQ serves (log: {self.folder}/rabbitmq.log)", 0.2)
+
+    def environment(self) -> dict[str, str]:
+        """For the server, and for RabbitMQ's own tools on it."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RABBITMQ_", "ERL_"))}
+        return kept | {
             "HOME": str(self.folder / "home"),
             "ERL_EPMD_PORT": str(self._epmd_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
@@ -163,21 +184,6 @@ class RabbitServer:
             "RUNNING_UNDER_SYSTEMD": "true",  # the script then becomes the server, instead of its parent
             "LC_ALL": "C.UTF-8",
         }
-        epmd = shutil.which("epmd") or "epmd"
-        with open(self.folder / "rabbitmq.log", "ab") as log:
-            if self._epmd is None or self._epmd.poll() is not None:
-                argv = [epmd, "-address", "127.0.0.1", "-port", str(self._epmd_port)]
-                self._epmd = subprocess.Popen(die_with_parent(argv), stdout=log, stderr=subprocess.STDOUT, env=env)
-                wait_until(lambda: port_open(self._epmd_port), 10, "epmd listens", 0.02)
-            self._process = subprocess.Popen(
-                die_with_parent(["sh", str(script)]),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
-            )
-        wait_until(self._serves, 120, f"RabbitMQ serves (log: {self.folder}/rabbitmq.log)", 0.2)
 
     def _serves(self) -> bool:
         assert self._process is not None
@@ -232,7 +238,7 @@ class RabbitServer:
             f"http://127.0.0.1:{self.management_port}/api/{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Authorization": "Basic Z3Vlc3Q6Z3Vlc3Q=", "Content-Type": "application/json"},
+            headers={"Authorization": f"Basic {self._login}", "Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=10) as answer:
             text = answer.read()
@@ -426,9 +432,9 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
 
 
 @contextlib.contextmanager
-def rabbit_server(folder: Path) -> Iterator[RabbitServer]:
-    """A running RabbitMQ, ended with the block, its epmd too."""
-    server = RabbitServer(folder)
+def rabbit_server(folder: Path, conf: str = "", login: str = "guest:guest") -> Iterator[RabbitServer]:
+    """A running RabbitMQ (with lines of `conf` besides), ended with the block, its epmd too."""
+    server = RabbitServer(folder, conf, login)
     try:
         server.start()
         yield server
