@@ -15,6 +15,7 @@ from workers.preflight.machine import Gpu, Machine, available_memory, look, pars
 
 CPU_BUILD, GPU_BUILD = ("cpu", "0.32.0"), ("gpu", "0.32.0")
 AVX512 = frozenset({"avx2", "avx512f"})
+SETTINGS = settings_module.load(env={"BATCHMILL_INFERENCE_GPU_MEMORY_UTILIZATION": "0.8"})
 CPU_MACHINE = Machine(16.0, 8.0, AVX512, "x86_64", None)
 
 
@@ -59,12 +60,14 @@ def test_driver_that_fails_is_quoted() -> None:
         (entry(), CPU_BUILD, CPU_MACHINE, "ok", "CPU"),
         (entry(2), GPU_BUILD, gpu_machine(140), "problem", "needs 2 GPUs, 1 can be used"),
         (entry(2, 80), GPU_BUILD, gpu_machine(140, 20), "problem", "GPU 1 (NVIDIA H200) has 20.0 of 144 GB free"),
-        (entry(1, 80), GPU_BUILD, gpu_machine(20, 140), "ok", "2 GPUs"),
+        (entry(1, 80), GPU_BUILD, gpu_machine(20, 140), "problem", "GPU 0"),
+        (entry(1, 80), GPU_BUILD, gpu_machine(140, 20), "ok", "2 GPUs"),
         (entry(0), GPU_BUILD, gpu_machine(140), "ok", "driver 570.1"),
+        (entry(1), GPU_BUILD, gpu_machine(100), "warning", "gpu_memory_utilization 0.8 asks for 115"),
     ],
 )
 def test_devices(model: ModelVersion, build: tuple[str, str], machine: Machine, level: str, words: str) -> None:
-    found = checks.check_devices(model, build, machine)
+    found = checks.check_devices(model, SETTINGS, build, machine)
     assert (found.level, words in found.text) == (level, True), found.text
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import time
 from pathlib import Path
@@ -194,6 +195,7 @@ class VllmEngine:
                 process.kill()
                 await asyncio.to_thread(process.join, 2)
         self._processes = []
+        gc.unfreeze()
         if self._doubt is not None:
             self._doubt.cancel()
         if self._sockets is not None:
@@ -207,6 +209,7 @@ class VllmEngine:
         from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
+        from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.v1.engine.async_llm import AsyncLLM
 
         values = arguments.engine_values(
@@ -243,6 +246,8 @@ class VllmEngine:
             route.path for route in app.routes if "POST" in (getattr(route, "methods", None) or ())
         ) & frozenset(URL_CODE)
         self._caller = Caller(app)
+        # As vLLM's server does once it is up: what is there now stays, and need not be looked at by every collection.
+        freeze_gc_heap()
 
     def _gauge_logger(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase

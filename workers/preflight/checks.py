@@ -25,7 +25,7 @@ def before_start(model_version: str, entry: ModelVersion, settings: Settings) ->
     machine = look()
     for found in (
         check_build(build, machine),
-        check_devices(entry, build, machine),
+        check_devices(entry, settings, build, machine),
         check_memory(entry, build, machine, weights_gb(model_version, entry, settings)),
     ):
         if found.level == "problem":
@@ -40,7 +40,7 @@ def check_all(model_version: str, entry: ModelVersion, settings: Settings, *, fu
     if found[0].level != "problem":
         found.append(check_import())
     found.append(check_model(model_version, entry, settings, full=full))
-    found.append(check_devices(entry, build, machine))
+    found.append(check_devices(entry, settings, build, machine))
     found.append(check_memory(entry, build, machine, weights_gb(model_version, entry, settings)))
     found.append(check_shared_memory(entry, machine))
     return found
@@ -99,7 +99,7 @@ def check_model(model_version: str, entry: ModelVersion, settings: Settings, *, 
     return ok("model", f"{model_version} in {found.folder}, {found.digest}")
 
 
-def check_devices(entry: ModelVersion, build: tuple[str, str] | None, machine: Machine) -> Finding:
+def check_devices(entry: ModelVersion, settings: Settings, build: tuple[str, str] | None, machine: Machine) -> Finding:
     """Are there the GPUs, or the CPU instructions, that the model and this vLLM need?"""
     needed = entry.hardware
     if build is not None and build[0] == "cpu":
@@ -118,8 +118,9 @@ def check_devices(entry: ModelVersion, build: tuple[str, str] | None, machine: M
     wanted = max(1, needed.gpus)
     if len(gpus) < wanted:
         return problem("devices", f"the model needs {_gpus(wanted)}, {len(gpus)} can be used here (nvidia-smi lists)")
-    small = [gpu for gpu in gpus if gpu.free_gb < needed.gpu_memory_gb]
-    if len(gpus) - len(small) < wanted:
+    # An engine takes the first GPUs that it sees.
+    small = [gpu for gpu in gpus[:wanted] if gpu.free_gb < needed.gpu_memory_gb]
+    if small:
         gpu = small[0]
         return problem(
             "devices",
@@ -127,6 +128,15 @@ def check_devices(entry: ModelVersion, build: tuple[str, str] | None, machine: M
             f"{gpu.free_gb:.1f} of {gpu.total_gb:.0f} GB free: end what uses it (nvidia-smi shows it), or name other "
             "GPUs with --device-ids",
         )
+    share = entry.engine.get("gpu_memory_utilization", settings.inference.gpu_memory_utilization)
+    if isinstance(share, (int, float)):
+        for gpu in gpus[:wanted]:
+            if gpu.free_gb < share * gpu.total_gb:
+                return warning(
+                    "devices",
+                    f"GPU {gpu.index} ({gpu.name}) has {gpu.free_gb:.1f} of {gpu.total_gb:.0f} GB free, "
+                    f"gpu_memory_utilization {share:g} asks for {share * gpu.total_gb:.0f}: end what uses it",
+                )
     return ok("devices", f"{_gpus(len(gpus))}: {gpus[0].name}, driver {gpus[0].driver}")
 
 
