@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 #: Seconds between checks of an engine that nobody asks anything.
 WATCH_S = 2.0
+#: Seconds that tasks have to take note that the loop ends.
+LEAVE_S = 1.0
 
 log = logs.get(__name__)
 
@@ -37,7 +39,14 @@ class EngineThread:
         self._stopping = False
         self._died = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self.loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The engine's loop; only after `start` was called."""
+        if self._loop is None:
+            raise RuntimeError("the engine's loop has not been started")
+        return self._loop
 
     @property
     def engine(self) -> Engine:
@@ -61,6 +70,7 @@ class EngineThread:
 
         `give_up` is called a few times a second and may raise to end the wait.
         """
+        self._loop = asyncio.new_event_loop()
         self._thread.start()
         while True:
             try:
@@ -108,14 +118,20 @@ class EngineThread:
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            living = self.loop.create_task(self._live())
+            self.loop.create_task(self._live())
             self.loop.run_forever()
-            living.cancel()
-            self.loop.run_until_complete(asyncio.gather(living, return_exceptions=True))
-            self.loop.close()
         except BaseException as exc:
             # SystemExit and KeyboardInterrupt pass through asyncio and end the loop: nothing can be answered any more.
             self._fail(exc)
+        self._close_loop()
+
+    def _close_loop(self) -> None:
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self.loop.run_until_complete(asyncio.wait(left, timeout=LEAVE_S))
+        self.loop.close()
 
     async def _live(self) -> None:
         try:

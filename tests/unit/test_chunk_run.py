@@ -1,0 +1,325 @@
+"""One chunk from its rows to its last message, without a broker."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from common import ids
+from common.messages import Chunk, Kind, Results, Row, decode_results, decode_rows, encode, kinds, lengths, positions
+from common.registry import ModelVersion
+from common.settings import Settings
+from tests.support.chunks import chat, make_chunk
+from tests.support.ports import wait_until
+from workers import chunk as chunk_module
+from workers.abort import Abort
+from workers.chunk import ChunkRun, ChunkWork
+from workers.engine import echo
+from workers.engine.base import Answer, Engine, EngineDead
+from workers.engine_thread import EngineThread
+from workers.lane import Lane, inside_limit
+
+MODEL = "m@1"
+StartEngine = Callable[..., tuple[EngineThread, Lane]]
+
+
+@pytest.fixture
+def start_engine() -> Iterator[StartEngine]:
+    """An echo engine in its thread; keywords are its knobs."""
+    threads: list[EngineThread] = []
+
+    def start(engine: Engine | None = None, deaths: list[str] | None = None, **knobs: str) -> tuple[EngineThread, Lane]:
+        env = {f"BATCHMILL_ECHO_{k}": v for k, v in knobs.items()}
+        entry = ModelVersion(source="none", engine={"max_num_seqs": 4})
+        told = deaths if deaths is not None else []
+        thread = EngineThread(lambda: engine or echo.make(MODEL, entry, Settings(), env), told.append)
+        thread.start()
+        threads.append(thread)
+        return thread, Lane(thread, lambda: None)
+
+    yield start
+    for thread in threads:
+        assert thread.stop(5)
+
+
+def rows_of(chunk: Chunk) -> list[list[Row]]:
+    return [decode_rows(part.rows) for part in chunk.slices]
+
+
+class Sent(list[Results]):
+    """Results as they were sent, each checked against the wire's rules."""
+
+    def __call__(self, results: Results) -> None:
+        self.append(decode_results(encode(results)))
+
+    def rows(self) -> dict[tuple[str, int], tuple[Kind, dict[str, Any]]]:
+        found: dict[tuple[str, int], tuple[Kind, dict[str, Any]]] = {}
+        for message in self:
+            for part in message.parts:
+                at = 0
+                for pos, kind, length in zip(positions(part), kinds(part), lengths(part), strict=True):
+                    key = part.batch, int(pos)
+                    assert key not in found
+                    found[key] = Kind(int(kind)), msgspec.json.decode(part.lines[at : at + int(length)])
+                    at += int(length)
+        return found
+
+
+def run(chunk: Chunk, engine: tuple[EngineThread, Lane]) -> tuple[Abort | None, Sent]:
+    sent = Sent()
+    work = ChunkWork(chunk, rows_of(chunk), *engine)
+    return ChunkRun(chunk, work, "node", sent).run(), sent
+
+
+@pytest.mark.parametrize("knobs", [{}, {"LATENCY_MS": "1"}])
+def test_slices_of_several_batches(start_engine: StartEngine, knobs: dict[str, str]) -> None:
+    """In bulk and singly."""
+    one, two = (make_chunk([chat(f"{c}{i}") for i in range(20)], MODEL, start=7) for c in "ab")
+    again = msgspec.structs.replace(two.slices[0], attempt=3)
+    chunk = msgspec.structs.replace(one, slices=[one.slices[0], again])
+    reason, sent = run(chunk, start_engine(**knobs))
+    assert reason is None
+    assert [m.done for m in sent] == [False] * (len(sent) - 1) + [True]
+    assert [m.seq for m in sent] == list(range(len(sent)))
+    rows = sent.rows()
+    assert set(rows) == {(s.batch, pos) for s in chunk.slices for pos in range(7, 27)}
+    kind, line = rows[again.batch, 9]
+    assert kind is Kind.OUTPUT
+    assert line["id"] == ids.result_id(again.batch, 9)
+    assert line["custom_id"] == "r9"
+    assert line["batchmill"] == {"model": MODEL, "attempts": 3}
+    assert line["response"]["body"]["choices"][0]["message"]["content"] == "echo: b2"
+    usage = [p.usage for m in sent for p in m.parts if p.batch == again.batch]
+    assert sum(u.completion_tokens for u in usage) == 20 * 2
+
+
+def test_nothing_to_do_is_done(start_engine: StartEngine) -> None:
+    engine = start_engine(LATENCY_MS="1")
+    empty = make_chunk([], MODEL)
+    reason, sent = run(empty, engine)
+    assert (reason, [m.done for m in sent], sent.rows()) == (None, [True], {})
+
+
+def test_results_leave_when_enough_have_come(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_module, "FLUSH_RESULTS", 10)
+    chunk = make_chunk([chat("x")] * 40, MODEL)
+    _, sent = run(chunk, start_engine(LATENCY_MS="5"))
+    assert len(sent) >= 3
+    assert all(sum(len(p.kind) for p in m.parts) >= 10 for m in sent[:-1])
+
+
+def test_results_leave_when_their_time_has_come(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_module, "FLUSH_S", 0.05)
+    chunk = make_chunk([chat("x"), chat("SLOW")], MODEL)
+    _, sent = run(chunk, start_engine(FAULTS="SLOW=slow:0.5"))
+    assert [[len(p.kind) for p in m.parts] for m in sent if m.parts] == [[1], [1]]
+
+
+def test_messages_stay_small(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_module, "MESSAGE_BYTES", 2000)
+    _, sent = run(make_chunk([chat("x" * 300)] * 40, MODEL), start_engine())
+    assert len(sent) > 5
+    assert len(sent.rows()) == 40
+
+
+class Stuck(echo.EchoEngine):
+    """Answers `fast`, and tells when it holds everything else."""
+
+    def __init__(self, wanted: int) -> None:
+        entry = ModelVersion(source="none", engine={"max_num_seqs": 4})
+        super().__init__(MODEL, entry, Settings(), {"BATCHMILL_ECHO_FAULTS": "HANG=hang"})
+        self.wanted = wanted
+        self.full = threading.Event()
+
+    async def infer(self, url: str, body: bytes) -> Answer:
+        """See `EchoEngine`."""
+        if b"HANG" in body:
+            self.wanted -= 1
+            if self.wanted == 0:
+                self.full.set()
+        return await super().infer(url, body)
+
+
+def in_thread(chunk: Chunk, engine: tuple[EngineThread, Lane]) -> tuple[ChunkWork, Sent, Callable[[], Abort | None]]:
+    sent, ended = Sent(), []
+    work = ChunkWork(chunk, rows_of(chunk), *engine)
+    thread = threading.Thread(target=lambda: ended.append(ChunkRun(chunk, work, "node", sent).run()))
+    thread.start()
+
+    def join() -> Abort | None:
+        thread.join(10)
+        assert not thread.is_alive()
+        reason: Abort | None = ended[0]
+        return reason
+
+    return work, sent, join
+
+
+@pytest.mark.parametrize(
+    ("reason", "done", "code"),
+    [(Abort.DRAIN, False, None), (Abort.USER, True, "terminated"), (Abort.ENGINE, False, None)],
+)
+def test_giving_up_sends_what_is_done(start_engine: StartEngine, reason: Abort, done: bool, code: str | None) -> None:
+    stuck = Stuck(2)
+    engine = start_engine(stuck)
+    work, sent, join = in_thread(make_chunk([chat("fast"), chat("HANG"), chat("HANG")], MODEL), engine)
+    assert stuck.full.wait(5)
+    work.abort(reason)
+    work.abort(Abort.EXPIRED)  # the first reason stands
+    assert join() is reason
+    assert {pos: kind for (_, pos), (kind, _) in sent.rows().items()} == {0: Kind.OUTPUT}
+    assert any(m.done for m in sent) is done
+    assert [m.failure.code for m in sent if m.failure] == ([code] if code else [])
+    if reason is not Abort.ENGINE:
+        _, lane = engine
+        wait_until(lambda: lane.outstanding == 0, 5, "aborted requests leave the engine")
+
+
+def test_after_its_time_nothing_is_said(start_engine: StartEngine) -> None:
+    stuck = Stuck(1)
+    chunk = make_chunk([chat("fast"), chat("HANG")], MODEL, not_after=time.time() + 0.5)
+    _, sent, join = in_thread(chunk, start_engine(stuck))
+    assert join() is Abort.EXPIRED
+    assert not any(m.done for m in sent)
+
+
+def test_cancelled_batches_are_forgotten(start_engine: StartEngine) -> None:
+    stuck = Stuck(3)
+    one, two = make_chunk([chat("HANG")] * 2, MODEL), make_chunk([chat("HANG"), chat("x")], MODEL)
+    both = msgspec.structs.replace(one, slices=[*one.slices, *two.slices])
+    work, sent, join = in_thread(both, start_engine(stuck))
+    assert stuck.full.wait(5)
+    work.forget({one.slices[0].batch, "unknown"})
+    work.forget({two.slices[0].batch})
+    assert join() is None
+    assert sent[-1].done
+    assert {batch for batch, _ in sent.rows()} <= {two.slices[0].batch}
+
+
+def test_one_that_spoils_the_bulk_costs_one(start_engine: StartEngine) -> None:
+    class Spoiled(echo.BulkEchoEngine):
+        async def infer_bulk(self, requests: Any) -> list[Answer]:
+            raise ValueError("one of them")
+
+    entry = ModelVersion(source="none")
+    engine = Spoiled(MODEL, entry, Settings(), {"BATCHMILL_ECHO_FAULTS": "BAD=404"})
+    _, sent = run(make_chunk([chat("a"), chat("BAD"), chat("b")], MODEL), start_engine(engine))
+    assert [sent.rows()[key][0] for key in sorted(sent.rows())] == [Kind.OUTPUT, Kind.ERROR, Kind.OUTPUT]
+
+
+def test_a_death_is_told_once_and_nothing_false_is_sent(start_engine: StartEngine) -> None:
+    deaths: list[str] = []
+    engine = start_engine(deaths=deaths, FAULTS="HANG=hang,DIE=die")
+    work, sent, join = in_thread(make_chunk([chat("HANG")] * 3 + [chat("DIE")], MODEL), engine)
+    wait_until(lambda: bool(deaths), 5, "the engine's death")
+    work.abort(Abort.ENGINE)
+    assert join() is Abort.ENGINE
+    assert sent == []
+    assert len(deaths) == 1
+    assert engine[0].dead
+
+
+def test_the_lane_lets_a_bounded_number_in(start_engine: StartEngine) -> None:
+    stuck = Stuck(inside_limit(4))
+    thread, lane = start_engine(stuck)
+    chunks = [make_chunk([chat("HANG")] * 10, MODEL) for _ in range(3)]
+    runs = [in_thread(chunk, (thread, lane)) for chunk in chunks]
+    assert stuck.full.wait(5)
+    wait_until(lambda: lane.outstanding == 30, 5, "all requests in or before the engine")
+    assert lane.inside == inside_limit(4) < 30
+    assert stuck.stats().running == 4
+    for work, _, join in runs:
+        work.abort(Abort.DRAIN)
+        assert join() is Abort.DRAIN
+
+
+def test_what_the_engine_could_not_do_is_a_line_for_people(start_engine: StartEngine) -> None:
+    faults = "E500=500,ABRT=abort,HANG=hang,PLAIN=502"
+    texts = ["E500", "ABRT", "HANG"]
+    chunk = make_chunk([chat(t) for t in texts], MODEL, timeout_s=0.05)
+    _, sent = run(chunk, start_engine(FAULTS=faults))
+    lines = [sent.rows()[key][1] for key in sorted(sent.rows())]
+    assert lines[0]["response"]["status_code"] == 500
+    assert lines[0]["error"] is None
+    assert lines[1]["response"] is None
+    assert lines[1]["error"]["code"] == "abort"
+    assert lines[2]["error"] == {"code": "timeout", "message": "the engine did not answer within 0.05 s"}
+    assert {kind for kind, _ in sent.rows().values()} == {Kind.RETRY}
+
+
+class TestResultLines:
+    """Bodies that are not one line of JSON never reach a file."""
+
+    @pytest.mark.parametrize(
+        ("status", "body", "expected"),
+        [
+            (400, b'{"a":\n1}', {"a": 1}),
+            (
+                500,
+                b"Internal Server\nError",
+                {"error": {"message": "Internal Server\nError", "type": "InternalServerError"}},
+            ),
+            (500, b"\xff", {"error": {"message": "\ufffd", "type": "InternalServerError"}}),
+            (200, b'{"choices":[\n{"finish_reason":"stop"}]}', {"choices": [{"finish_reason": "stop"}]}),
+        ],
+    )
+    def test_lines(self, start_engine: StartEngine, status: int, body: bytes, expected: Any) -> None:
+        class Raw(echo.EchoEngine):
+            async def infer(self, url: str, _body: bytes) -> Answer:
+                return Answer(status, body)
+
+        engine = Raw(MODEL, ModelVersion(source="none"), Settings(), {})
+        _, sent = run(make_chunk([chat("x")], MODEL), start_engine(engine))
+        [(_, line)] = sent.rows().values()
+        assert line["response"]["body"] == expected
+
+
+def test_an_engine_that_cannot_start_says_why() -> None:
+    class Broken(echo.EchoEngine):
+        async def start(self) -> None:
+            raise EngineDead("no weights")
+
+    thread = EngineThread(lambda: Broken(MODEL, ModelVersion(source="none"), Settings(), {}), lambda _: None)
+    with pytest.raises(EngineDead, match="no weights"):
+        thread.start()
+    assert not thread.ready
+    assert thread.stop(5)
+
+
+def test_waiting_for_an_engine_can_be_given_up() -> None:
+    class GaveUp(Exception):
+        pass
+
+    def give_up() -> None:
+        raise GaveUp
+
+    env = {"BATCHMILL_ECHO_START_S": "60"}
+    thread = EngineThread(lambda: echo.make(MODEL, ModelVersion(source="none"), Settings(), env), lambda _: None)
+    with pytest.raises(GaveUp):
+        thread.start(give_up)
+    assert thread.stop(5)
+
+
+def test_a_broken_loop_is_a_death() -> None:
+    deaths: list[str] = []
+    told = threading.Event()
+
+    def on_death(reason: str) -> None:
+        deaths.append(reason)
+        told.set()
+
+    thread = EngineThread(lambda: echo.make(MODEL, ModelVersion(source="none"), Settings(), {}), on_death)
+    thread.start()
+
+    async def leave() -> None:
+        raise SystemExit(1)
+
+    thread.call(lambda: thread.loop.create_task(leave()))
+    assert told.wait(5)
+    assert deaths == ["its loop ended: SystemExit"]
+    thread.stop(5)
