@@ -17,7 +17,7 @@ def text_of(body: dict[str, Any]) -> str:
 
 def show(folder: Path, how_many: int) -> None:
     """One answer of each kind of request (custom ids that differ only in their number are a kind), then the errors."""
-    kinds = set()
+    kinds: set[str] = set()
     for line in (folder / "output.jsonl").read_bytes().split(b"\n")[:-1]:
         result = json.loads(line)
         kind = result["custom_id"].rstrip("0123456789-")
