@@ -22,7 +22,7 @@ def outstanding(control: Celery) -> tuple[int, int, int]:
     answer = control.control.inspect(timeout=5, limit=1).stats()
     [stats] = (answer or {}).values()
     pool = stats["pool"]
-    return pool["outstanding-requests"], pool["stats"]["running"], pool["chunks"]
+    return pool["outstanding-requests"], pool["running-requests"], pool["chunks"]
 
 
 def test_long_answers_do_not_empty_the_engine(
