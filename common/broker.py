@@ -89,9 +89,13 @@ def make_app(settings: Settings) -> Celery:
 
 
 def queue(settings: Settings, name: str, *, transient: bool = False) -> Queue:
-    """A queue by name; on RabbitMQ a quorum queue (`transient`: a worker's own, deleted an hour after its last use)."""
+    """A queue by name; on RabbitMQ a quorum queue (`transient`: a worker's own, deleted an hour after its last use).
+
+    `intake` is a plain durable queue: senders are plain Celery programs, which declare a queue they send to, and
+    RabbitMQ refuses another declaration than the first.
+    """
     arguments: dict[str, Any] = {}
-    if is_amqp(broker_url(settings)):
+    if is_amqp(broker_url(settings)) and name != QUEUE_INTAKE:
         arguments = {
             "x-queue-type": "quorum",
             "x-consumer-timeout": settings.broker.consumer_timeout_ms,

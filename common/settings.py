@@ -118,6 +118,8 @@ class Security(msgspec.Struct, **Strict):
     #: Keys still accepted while they are being replaced: key id → 64 hex digits.
     old_dispatch_keys: dict[str, str] = {}
     old_results_keys: dict[str, str] = {}
+    #: Folders and URLs below which a `batchmill.submit` task may name a file; what it sends inline needs none.
+    intake_urls: list[str] = []
 
 
 class Telemetry(msgspec.Struct, **Strict):
@@ -269,10 +271,11 @@ def _parse(value: str, kind: Any, name: str) -> Any:
     options = getattr(kind, "__args__", (kind,))
     if value == "" and type(None) in options:
         return None
-    if str in options:
+    if getattr(kind, "__origin__", None) is list:
+        if not value.lstrip().startswith("["):
+            value = f"[{value}]"
+    elif str in options:
         return value
-    if getattr(kind, "__origin__", None) is list and not value.lstrip().startswith("["):
-        value = f"[{value}]"
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError:

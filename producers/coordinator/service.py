@@ -29,6 +29,7 @@ from producers.coordinator.core import Core, Ousted
 from producers.coordinator.dispatcher import Dispatcher
 from producers.coordinator.engine_size import EngineSize
 from producers.coordinator.finalizer import Finalizer
+from producers.coordinator.intake_queue import IntakeQueue
 from producers.coordinator.leadership import HEARTBEAT_S, Leadership
 from producers.coordinator.ledger import Ledger
 from producers.coordinator.live_view import LiveView
@@ -103,6 +104,7 @@ class Service:
         sizes = EngineSize(settings, self._registry)
         dispatcher = Dispatcher(core, store, settings, chunks, Publisher(settings), sizes)
         live = LiveView(core, settings, LiveState(settings))
+        submissions = IntakeQueue(core, store, settings, self._registry, Publisher(settings))
 
         beating = core.spawn("heartbeat", lambda: _beat(core, leadership))
         leadership.check()
@@ -114,6 +116,7 @@ class Service:
             core.spawn("dispatch", dispatcher.run),
             core.spawn("live", live.run),
             core.spawn("finalizer", finalizer.run),
+            core.spawn("intake", submissions.run),
         ]
         commits = core.spawn("commits", aggregator.run_commits)
         try:

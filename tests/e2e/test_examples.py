@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.e2e.conftest import Shell, on_one_broker
+from tests.support import oracle
 from tests.support.processes import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -39,3 +40,14 @@ def test_show_answers(fleet: Shell) -> None:
     assert script.wait() == 0
     assert "support-1  echo: When do you open?" in script.text
     assert "too-long  refused: This model's maximum context length is 4096 tokens." in script.text
+
+
+def test_submit_from_another_service(fleet: Shell) -> None:
+    broker = {"BATCHMILL_BROKER_URL": fleet.env["BATCHMILL_BROKER_URL"]}
+    script = fleet.processes.python("service", str(EXAMPLES / "submit_from_another_service.py"), env=broker)
+    assert script.wait() == 0
+    batch_id = script.lines[-1]
+    shown = fleet.run("watch", batch_id, "--output", "out", "--json").json
+    assert shown["name"] == "from a service"
+    checked = oracle.check(fleet.folder / "out", batch_id, ["sky", "sea", "sun"], failed=[])
+    assert checked.content("sea") == "echo: Why is the sea salty?"

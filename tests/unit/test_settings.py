@@ -61,12 +61,14 @@ def test_environment_beats_the_file(tmp_path: Path) -> None:
     env = {
         "BATCHMILL_SCHEDULER_QUEUE_SIZE": "7",
         "BATCHMILL_INFERENCE_DEVICE_IDS": "0,1",
+        "BATCHMILL_SECURITY_INTAKE_URLS": "s3://bucket/in, /data/in",
         "BATCHMILL_BROKER_URL": "",
         "BATCHMILL_INFERENCE_GPU_MEMORY_UTILIZATION": "0.5",
     }
     loaded = settings.load(path, env=env)
     assert loaded.scheduler.queue_size == 7
     assert loaded.inference.device_ids == [0, 1]
+    assert loaded.security.intake_urls == ["s3://bucket/in", "/data/in"]
     assert loaded.broker.url is None
     assert loaded.inference.gpu_memory_utilization == 0.5
 
