@@ -5,15 +5,20 @@ Changed on the way: the engine (echo), the ports of the brokers, and where `.ven
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 from common import places, settings
 from common.registry import load as load_registry
@@ -50,7 +55,11 @@ class Reader:
         for name in ("producers", "workers"):
             (venv / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {name} "$@"\n')
             (venv / name).chmod(0o755)
-        self.changed: list[tuple[str, str]] = []
+        self.port = free_port()
+        self.changed = [
+            ("6379", str(self.port)),
+            ("redis-server --port", "redis-server --bind 127.0.0.1 --port"),
+        ]
         self.env = {
             "BATCHMILL_INFERENCE_ENGINE": "echo",
             "BATCHMILL_HOME": str(folder / "home"),
@@ -71,10 +80,19 @@ class Reader:
         process = self.start(typed)
         assert process.wait(timeout) == 0, process.text
 
+    def close(self) -> None:
+        """End the Redis that the reader left running; it writes over its environment, so nothing else finds it."""
+        with contextlib.suppress(redis.ConnectionError), redis.Redis(port=self.port, socket_timeout=5) as client:
+            facts: Any = client.info("server")
+            os.kill(facts["process_id"], signal.SIGKILL)
+
 
 @pytest.fixture
-def reader(tmp_path: Path, processes: Processes) -> Reader:
-    return Reader(tmp_path / "clone", processes)
+def reader(tmp_path: Path, processes: Processes) -> Iterator[Reader]:
+    reader = Reader(tmp_path / "clone", processes)
+    yield reader
+    processes.close()
+    reader.close()
 
 
 def demo_answered(submit: Process, reader: Reader) -> None:
@@ -89,8 +107,6 @@ def demo_answered(submit: Process, reader: Reader) -> None:
 def test_a_real_fleet_on_redis(reader: Reader) -> None:
     if shutil.which("redis-server") is None:
         missing("redis-server", "apt-get install redis-server")
-    port = str(free_port())
-    reader.changed = [("6379", port), ("redis-server --port", "redis-server --bind 127.0.0.1 --port")]
     reader.run(tagged("common"))
     reader.run(tagged("redis"))
     coordinate, work, submit = tagged("redis roles").splitlines()
@@ -104,13 +120,8 @@ def test_a_real_fleet_on_redis(reader: Reader) -> None:
 def test_a_real_fleet_on_rabbitmq(reader: Reader, rabbit_process: RabbitServer) -> None:
     if shutil.which("redis-server") is None:
         missing("redis-server", "apt-get install redis-server")
-    port = str(free_port())
     vhost = rabbit_process.vhost()
-    reader.changed = [
-        ("6379", port),
-        ("redis-server --port", "redis-server --bind 127.0.0.1 --port"),
-        ("127.0.0.1:5672//", f"127.0.0.1:{rabbit_process.port}/{vhost}"),
-    ]
+    reader.changed.append(("127.0.0.1:5672//", f"127.0.0.1:{rabbit_process.port}/{vhost}"))
     reader.run(tagged("common"))
     reader.run(tagged("redis"))
     reader.run(tagged("rabbitmq"))
