@@ -1,7 +1,9 @@
 """Live state in Redis: who works on what right now. Hints, never the truth: it may be wiped at any moment.
 
 Keys (all with a time to live): `bm:lease:<chunk>` = node, `bm:worker:<node>` = JSON facts, `bm:generation` = a random
-id set by whoever finds none, by which a wipe is noticed, `bm:cancelled:<batch>` = 1 for what workers should abort.
+id set by whoever finds none, by which a wipe is noticed, `bm:cancelled:<batch>` = 1 for what workers should abort,
+`bm:given_up:<chunk>` = 1 for a chunk whose open requests the coordinator has sent again after it was lost in an engine:
+the broker would deliver the old copy over and over, and end one engine after the other with it.
 """
 
 from __future__ import annotations
@@ -111,6 +113,17 @@ class LiveState:
             return set()
         found = cast(list[Any], self._redis.mget([f"bm:cancelled:{b}" for b in batch_ids]))
         return {b for b, f in zip(batch_ids, found, strict=True) if f}
+
+    def give_up(self, chunk_ids: Iterable[str], ttl_s: int = 7 * 24 * 3600) -> None:
+        """Let workers drop chunks unread. Only the coordinator says so, once it has logged that it sends them again."""
+        pipe = self._redis.pipeline(transaction=False)
+        for chunk_id in chunk_ids:
+            pipe.set(f"bm:given_up:{chunk_id}", 1, ex=ttl_s)
+        pipe.execute()
+
+    def given_up(self, chunk_id: str) -> bool:
+        """True when the coordinator sends the chunk's requests in other chunks."""
+        return bool(self._redis.exists(f"bm:given_up:{chunk_id}"))
 
     def close(self) -> None:
         """Close the connections."""

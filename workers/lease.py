@@ -62,6 +62,13 @@ class Leases(threading.Thread):
             self._dropped.append(chunk_id)
         self._wake.set()
 
+    def given_up(self, chunk_id: str) -> bool:
+        """True when the coordinator sends the chunk's requests in other chunks; False while nobody knows."""
+        try:
+            return self._live.given_up(chunk_id)
+        except (redis.RedisError, OSError):
+            return False
+
     def run(self) -> None:
         """See the class."""
         while not self._closing:

@@ -148,6 +148,8 @@ class Node:
             return Ending.DONE, "dead-lettered"
         if redelivered and chunk.id in self._answered:
             return Ending.DONE, "answered already"
+        if self.leases.given_up(chunk.id):
+            return Ending.DONE, "given up"
         if chunk.not_after and time.time() > chunk.not_after:
             return Ending.DONE, "too late"
         return self._run(chunk, rows)

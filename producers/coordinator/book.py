@@ -73,8 +73,11 @@ class Outstanding:
     leased_at: float | None = None
     #: Monotonic seconds since when a lease that was there is missing.
     unleased_since: float | None = None
-    #: Who holds it.
+    #: Who holds it, and which life of it (its pid).
     node: str | None = None
+    pid: int | None = None
+    #: How often it went from one worker's life to another's without having been lost in between.
+    moves: int = 0
     #: Monotonic seconds since when it looks as if its message was lost in the queue.
     missing_since: float | None = None
     #: Result messages that came, a bit for each `seq`, by node.

@@ -39,6 +39,8 @@ class Core:
         self.look = threading.Event()
         #: Monotonic seconds of the last successful look at the live state.
         self.looked_at = 0.0
+        #: Chunks that workers must be told are given up.
+        self.given_up: set[str] = set()
         #: Batches that workers must be told are cancelled.
         self.cancelled: set[str] = set()
         #: Batches whose status file is out of date.
@@ -78,6 +80,8 @@ class Core:
                 return
             self.ledger.append(Type.LOST, encode(lost), {share.batch for share in chunk.shares})
             self.book.lost(lost, time.monotonic())
+            if lost.convict:
+                self.given_up.add(lost.chunk)
             metrics.CHUNKS_LOST.labels(model=chunk.model).inc()
         self.dispatch.set()
 
@@ -88,6 +92,7 @@ class Core:
             self.hold_until = max(self.hold_until, now + seconds)
             for chunk in self.book.out.values():
                 chunk.leased_at = chunk.unleased_since = chunk.missing_since = None
+                chunk.node = chunk.pid = None
                 chunk.sent_at = now
 
     # -- troubles --------------------------------------------------------------------------------------------------

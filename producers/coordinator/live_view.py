@@ -54,11 +54,13 @@ class LiveView:
         core = self._core
         with core.lock:
             chunk_ids = [c.id for c in core.book.out.values() if c.published]
-            cancelled = set(core.cancelled)
+            cancelled, given_up = set(core.cancelled), set(core.given_up)
         began = time.monotonic()
         try:
             for batch_id in cancelled:
                 self._live.mark_cancelled(batch_id)
+            if given_up:
+                self._live.give_up(given_up)
             generation = self._live.generation()
             workers = self._live.workers()
             nodes: dict[str, str | None] = {}
@@ -85,7 +87,8 @@ class LiveView:
                 if served or workers == []:
                     core.dirty.update(core.book.batches)
                 core.dispatch.set()
-            losses.see_leases(core.book, nodes, time.monotonic())
+            core.given_up -= given_up
+            losses.see_leases(core.book, nodes, time.monotonic(), {w.node: w.pid for w in workers})
             # Marked anew each time until the batch has ended, since Redis may be wiped.
             core.cancelled &= set(core.book.batches)
             core.looked_at = began
@@ -112,6 +115,8 @@ class LiveView:
             log.warning("chunk_lost", chunk=verdict.chunk, had_lease=verdict.convict, node=node)
             if not core.while_disk_full(functools.partial(core.lose, verdict)):
                 return
+        if core.given_up:
+            core.look.set()
 
     def _waiting(self, name: str) -> int | None:
         """Messages that wait in a queue; None when the broker does not say."""
@@ -125,9 +130,9 @@ class LiveView:
             finally:
                 channel.close()
         except Exception as exc:
+            if str(getattr(exc, "reply_code", "")) == "404":
+                return 0  # No such queue: RabbitMQ lost it; on Redis, an empty one does not exist.
             self._disconnect()
-            if getattr(exc, "reply_code", None) == 404 or getattr(exc, "code", None) == 404:
-                return 0  # The queue itself is gone.
             log.debug("queue_length_unknown", queue=name, error=type(exc).__name__)
             return None
 

@@ -12,18 +12,24 @@ from producers.coordinator.records import Lost
 
 #: Seconds a worker's lease may be missing before it counts as lapsed: its last results are on their way.
 GRACE_S = 2.0
+#: How often a chunk may go from one worker to the next before it counts as what ends them. A worker that drains gives
+#: its chunks to others, and the broker does so when a connection breaks; one that dies looks the same from here.
+MOVES = 1
 #: Seconds to wait for a result message that a later one overtook.
 OVERTAKEN_S = 10.0
 
 
-def see_leases(book: Book, nodes: Mapping[str, str | None], now: float) -> None:
-    """Fold in who holds which chunk (`nodes`: chunk id → node, or None)."""
+def see_leases(book: Book, nodes: Mapping[str, str | None], now: float, pids: Mapping[str, int] | None = None) -> None:
+    """Fold in who holds which chunk (`nodes`: chunk id → node, or None; `pids`: node → its process)."""
     for chunk_id, node in nodes.items():
         chunk = book.out.get(chunk_id)
         if chunk is None:
             continue
         if node is not None:
-            chunk.leased_at, chunk.node = now, node
+            pid = pids.get(node) if pids is not None else None
+            if chunk.node is not None and (node != chunk.node or (None not in (pid, chunk.pid) and pid != chunk.pid)):
+                chunk.moves += 1
+            chunk.leased_at, chunk.node, chunk.pid = now, node, pid
             chunk.unleased_since = chunk.missing_since = None
             lane = book.lane(chunk.model)
             lane.leased_order = max(lane.leased_order, chunk.order)
@@ -60,7 +66,7 @@ def judge(book: Book, now: float, hold_until: float, idle_at: float, lease_s: fl
         if chunk.done is not None:
             if now - chunk.done_at > OVERTAKEN_S and idle_at > chunk.done_at:
                 found.append(Lost(chunk.id, convict=False))
-        elif _lapsed(chunk, now, idle_at, lease_s):
+        elif _lapsed(chunk, now, idle_at, lease_s) or chunk.moves > (0 if chunk.losses else MOVES):
             found.append(Lost(chunk.id, convict=True))
         elif chunk.missing_since is not None and now - chunk.missing_since > unclaimed_s:
             found.append(Lost(chunk.id, convict=False))

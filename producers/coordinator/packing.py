@@ -54,7 +54,7 @@ def capacity(
 ) -> Capacity:
     """The capacity of the live workers of `model`; the last two stand in while there is none."""
     live = [w for w in workers if w.model == model and w.state != "draining"]
-    seqs = max((w.max_num_seqs for w in live), default=max_num_seqs)
+    seqs = max((w.max_num_seqs for w in live), default=0) or max_num_seqs  # 0: the engine still loads.
     k = max((w.chunks_in_flight for w in live), default=chunks_in_flight)
     least = math.ceil(1.1 * seqs / max(1, k - 1))
     target = min(max(scheduler.chunk_requests, least), scheduler.queue_size)

@@ -333,7 +333,7 @@ def test_rows_whose_record_is_damaged_before_assembly_are_answered_again(fast: S
         assert worker.holding.wait(10)
         ledger = running.core.ledger
         real = ledger.append
-        done = []
+        done: list[int] = []
 
         def append(kind: Type, payload: bytes, batches: object = ()) -> int:
             place = real(kind, payload, batches)  # type: ignore[arg-type]

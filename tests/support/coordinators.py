@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -138,6 +139,9 @@ def part_of(batch_id: str, rows: Sequence[tuple[int, Kind, bytes]], usage: Usage
     )
 
 
+#: Every fake worker is a process of its own.
+_PIDS = itertools.count(1)
+
 #: What a worker does with a row: (kind, line), or None for no answer at all.
 Answer = Callable[[str, Row, int], tuple[Kind, bytes] | None]
 
@@ -181,7 +185,7 @@ class FakeWorker:
             node=node,
             model=model,
             host="test",
-            pid=0,
+            pid=next(_PIDS),
             device="none",
             engine="fake",
             state="ready",
@@ -280,6 +284,9 @@ class FakeWorker:
 
     def _work(self, blob: Any) -> bool:
         chunk = decode_chunk(self._chunks.open(self._queue, bytes(blob)))
+        with contextlib.suppress(Exception):
+            if self._live.given_up(chunk.id):
+                return True
         with self._lock:
             self._held.add(chunk.id)
         try:

@@ -281,6 +281,24 @@ def test_a_lease_that_lapsed_convicts_after_the_grace() -> None:
     assert judged(bench) == []
 
 
+def test_a_chunk_that_ends_one_worker_after_the_other_is_lost_although_its_lease_never_lapses() -> None:
+    bench = Bench(batch_of("a", 8))
+    chunk = str(bench.send())
+    losses.see_leases(bench.book, {chunk: "n"}, bench.now, {"n": 1})
+    losses.see_leases(bench.book, {chunk: "n"}, bench.now, {"n": 1})
+    losses.see_leases(bench.book, {chunk: "n"}, bench.now, {"n": 2})  # The same worker, started again.
+    assert judged(bench) == []  # A worker that drains gives its chunks away, too.
+    losses.see_leases(bench.book, {chunk: "m"}, bench.now, {"n": 2, "m": 9})
+    assert judged(bench) == [Lost(chunk, True)]
+    bench.lose(chunk, convict=True)
+    half = str(bench.send())
+    losses.see_leases(bench.book, {half: "m"}, bench.now, {"m": 9})
+    losses.see_leases(bench.book, {half: "m"}, bench.now, {})  # Nobody knows of m's process.
+    assert judged(bench) == []
+    losses.see_leases(bench.book, {half: "k"}, bench.now, {"k": 4})
+    assert judged(bench) == [Lost(half, True)]
+
+
 def test_results_that_keep_coming_do_not_hide_a_loss_for_ever() -> None:
     bench = Bench(batch_of("a", 8))
     chunk = str(bench.send())
