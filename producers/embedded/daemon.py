@@ -72,6 +72,8 @@ class Daemon:
         #: Model → when it was last asked for (Unix seconds), as far as acted upon.
         self.asked: dict[str, float] = {}
         self.failed: set[str] = set()
+        #: Told to end because another model needs its GPUs.
+        self.making_way: set[str] = set()
         self.started_at = demand.now_s()
         self.linger_s = linger(env)
         self.idle_since: float | None = None
@@ -177,6 +179,11 @@ class Daemon:
             if child.alive:
                 self.log.info("worker started", model=model, pid=child.pid)
                 continue
+            if model in self.making_way:
+                self.making_way.discard(model)
+                child.retry_now()
+                self.log.info("worker made way for another model", model=model)
+                continue
             self.log.warning("worker ended", model=model, status=child.exit_status, line=child.last_line)
             if self._hopeless(child):
                 self.failed.add(model)
@@ -195,7 +202,8 @@ class Daemon:
             return True
         others = [m for m, c in self.workers.items() if m != model and c.alive and self._needs_gpus(m)]
         for other in others:
-            if not active.get(other):
+            if not active.get(other) and other not in self.making_way:
+                self.making_way.add(other)
                 self.workers[other].terminate()
         return not others
 

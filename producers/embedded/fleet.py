@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import yaml
@@ -89,7 +90,7 @@ class Fleet:
         where = self._start.layout
         if not self._was_killed():
             return False
-        with FileLock(where.start_lock) as lock:
+        with _told(where), FileLock(where.start_lock) as lock:
             _acquire(lock, where)
             # Another follower may have done it meanwhile, or somebody ended the fleet.
             if not self._was_killed():
@@ -137,11 +138,11 @@ def ensure(
         raise UsageError("a broker is configured (broker.url), so the embedded fleet is not for this command")
     where = layout(env)
     where.create()
-    start = _prepare(settings, registry, model, linger_s, where, env)
     use = FileLock(where.use_lock)
     notice = None
     try:
-        with FileLock(where.start_lock) as lock:
+        with _told(where), FileLock(where.start_lock) as lock:
+            start = _prepare(settings, registry, model, linger_s, where, env)
             _acquire(lock, where, say)
             alone = use.acquire(0.2)
             if not use.acquire(_START_S, shared=True):
@@ -313,7 +314,7 @@ def _complete(settings: Settings, where: Layout, env: Mapping[str, str]) -> Sett
     inference = settings.inference
     complete: Settings = replace(
         settings,
-        broker=replace(settings.broker, url=f"redis+socket://{where.socket}?virtual_host=0"),
+        broker=replace(settings.broker, url=f"redis+socket://{quote(str(where.socket))}?virtual_host=0"),
         store=replace(store, url=absolute(places.store_url(settings, env)), wal_dir=absolute(store.wal_dir)),
         inference=replace(
             inference, models_dir=absolute(inference.models_dir), model_path=absolute(inference.model_path)
@@ -341,6 +342,16 @@ def _version() -> str:
 def _busy(start: _Start) -> bool:
     """True while there are unfinished batches."""
     return bool(demand.ActiveBatches(open_store(start.settings.store.url or ""), 0).models())
+
+
+@contextlib.contextmanager
+def _told(where: Layout) -> Iterator[None]:
+    """A full disk or a lost right as one line."""
+    try:
+        yield
+    except OSError as exc:
+        place = exc.filename or where.folder
+        raise Unreachable(f"the embedded fleet cannot be started: {place}: {exc.strerror}") from None
 
 
 def _acquire(lock: FileLock, where: Layout, say: Callable[[str], None] = lambda _line: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -81,7 +82,9 @@ class Home:
 @pytest.fixture
 def home(processes: Processes) -> Iterator[Home]:
     with tempfile.TemporaryDirectory(prefix="bm-", dir="/tmp", ignore_cleanup_errors=True) as short:
-        folder = Path(short)
+        # A path that has to be quoted in a URL.
+        folder = Path(short) / "a b#ü%41?c"
+        folder.mkdir()
         env = make_fleet_env(folder, "", "")
         for name in ("BATCHMILL_STORE_WAL_DIR", "BATCHMILL_STORE_URL"):
             del env[name]
@@ -339,6 +342,23 @@ def test_no_server_at_all_is_said_in_one_line(home: Home, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(home.folder))
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(Unreachable, match=r"^no redis-server found .*apt-get install redis-server"):
+        home.ensure()
+
+
+def test_a_home_that_cannot_be_written_is_said_in_one_line(home: Home) -> None:
+    home.env["BATCHMILL_HOME"] = "/proc/none"
+    with pytest.raises(UsageError, match=r"^/proc/none/fleet: cannot be made: .*; set BATCHMILL_HOME$"):
+        home.ensure()
+
+
+def test_a_disk_that_fills_up_is_said_in_one_line(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere")
+
+    monkeypatch.setattr("producers.embedded.demand.write_wanted", full)
+    with pytest.raises(
+        Unreachable, match=r"^the embedded fleet cannot be started: /somewhere: No space left on device$"
+    ):
         home.ensure()
 
 

@@ -1,0 +1,94 @@
+"""Which models' workers run at a time: GPUs are had by one model, given up when it is idle; a CPU is shared."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.registry import Hardware, ModelVersion, Registry
+from common.settings import Settings
+from producers.embedded import daemon as daemon_module
+from producers.embedded.daemon import Daemon
+from producers.embedded.layout import Layout
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    """A daemon that is ticked by hand; its workers sleep, and what is active is said by `active`."""
+    models = {name: ModelVersion(source="/x") for name in ("a@1", "b@1")}
+    models["cpu@1"] = ModelVersion(source="/x", hardware=Hardware(gpus=0))
+    layout = Layout(tmp_path / "fleet")
+    layout.create()
+    settings = msgspec.convert({"broker": {"url": "redis+socket:///nowhere"}}, Settings)
+    monkeypatch.setattr(daemon_module, "_python", lambda *_argv: list(SLEEP))
+    monkeypatch.setattr(daemon_module, "has_gpu", lambda: True)
+    monkeypatch.setattr("producers.embedded.redis_server.find_binary", lambda: "redis-server")
+    made = Daemon(layout, settings, Registry(models, {}, None), {**os.environ, "BATCHMILL_HOME": str(tmp_path)})
+    yield made
+    for child in made.workers.values():
+        child.kill()
+        while child.alive:
+            child.tend(0.0, start=False)
+
+
+def activate(daemon: Daemon, *models: str) -> None:
+    """These models have an unfinished batch, and no other."""
+    counts = Counter(models)
+    daemon.active.models = lambda now=None: counts  # type: ignore[method-assign]
+
+
+def states(daemon: Daemon) -> dict[str, str]:
+    return {m: daemon._worker_state(m, c).state for m, c in daemon.workers.items()}
+
+
+def tick_until(daemon: Daemon, wanted: dict[str, str]) -> None:
+    for now in range(10_000):
+        daemon._tend_workers(float(now))
+        if states(daemon) == wanted:
+            return
+    raise AssertionError(f"{states(daemon)}, not {wanted}")
+
+
+def test_one_model_at_a_time_has_the_gpus_and_gives_them_up_when_idle(daemon: Daemon) -> None:
+    activate(daemon, "a@1", "b@1")
+    tick_until(daemon, {"a@1": "starting", "b@1": "waiting"})
+    assert "another model has the GPUs" in (daemon._worker_state("b@1", daemon.workers["b@1"]).detail or "")
+    activate(daemon, "b@1")
+    tick_until(daemon, {"a@1": "waiting", "b@1": "starting"})
+    activate(daemon, "a@1", "b@1")
+    for now in range(20_000, 20_010):
+        daemon._tend_workers(float(now))
+    assert states(daemon) == {"a@1": "waiting", "b@1": "starting"}
+
+
+def test_models_without_gpus_run_beside(daemon: Daemon) -> None:
+    activate(daemon, "a@1", "cpu@1")
+    tick_until(daemon, {"a@1": "starting", "cpu@1": "starting"})
+
+
+def test_a_worker_that_made_way_has_not_failed(daemon: Daemon) -> None:
+    activate(daemon, "a@1")
+    tick_until(daemon, {"a@1": "starting"})
+    activate(daemon, "b@1")
+    tick_until(daemon, {"a@1": "waiting", "b@1": "starting"})
+    assert daemon.failed == set()
+    activate(daemon, "a@1")
+    tick_until(daemon, {"a@1": "starting", "b@1": "waiting"})
+
+
+@pytest.mark.parametrize(("model", "all_gpus"), [("a@1", True), ("cpu@1", False)])
+def test_only_a_model_that_needs_gpus_gets_all_of_them(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, model: str, all_gpus: bool
+) -> None:
+    monkeypatch.setattr(daemon_module, "_python", lambda *argv: list(argv))
+    assert ("--all-gpus" in daemon._worker_argv(model)) == all_gpus
+    monkeypatch.setattr(daemon_module, "has_gpu", lambda: False)
+    assert "--all-gpus" not in daemon._worker_argv(model)
