@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -40,6 +41,8 @@ class EngineThread:
         self._died = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        #: When the loop last turned, by the monotonic clock; 0 until the engine is ready.
+        self.turned_at = 0.0
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -143,6 +146,7 @@ class EngineThread:
         self._engine = engine
         self._ready.set_result(None)
         while not self._stopping:
+            self.turned_at = time.monotonic()
             await asyncio.sleep(WATCH_S)
             try:
                 await engine.check()

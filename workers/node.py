@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import socket
@@ -37,6 +38,8 @@ EXIT_ENGINE = 70
 LAST_WORDS_S = 3.0
 #: Seconds the engine has to stop.
 STOP_S = 20.0
+#: Seconds after which an engine's loop that does not turn is given up.
+STUCK_S = 180.0
 #: Chunks answered lately, by which a late redelivery is recognised.
 REMEMBERED = 1024
 
@@ -267,6 +270,11 @@ class Node:
     def _tick(self) -> None:
         self.outbox.tick()
         self._gauge()
+        turned_at = self.thread.turned_at
+        if turned_at and not self.thread.dead and self.state != "draining" and time.monotonic() - turned_at > STUCK_S:
+            # Leases are renewed by this thread, so nobody else would ever notice.
+            faulthandler.dump_traceback()
+            die(f"the engine's loop has not turned for {STUCK_S:g} s")
         if parent.orphaned():
             # The kernel's signal does this on Linux; elsewhere this is all there is.
             die("its supervisor is gone")

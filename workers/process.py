@@ -10,7 +10,7 @@ import warnings
 from types import FrameType
 from typing import Any
 
-from celery import signals
+from celery import platforms, signals
 from celery.apps.worker import Worker
 from celery.exceptions import SecurityWarning
 from celery.worker import state
@@ -36,6 +36,10 @@ class ChunkWorker(Worker):  # type: ignore[misc]
         """Only what we handle ourselves; Celery's cold shutdown would revoke what a drain gives back."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, self._on_signal)
+
+    def set_process_status(self, _info: str) -> None:
+        """What `ps` shows (where setproctitle is installed, as vLLM does)."""
+        platforms.set_process_title(f"workers {self.hostname}")
 
     def setup_logging(self, **_: Any) -> bool:
         """Logging is set up by the command."""

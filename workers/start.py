@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import redis
 
 from common import logs
 from common import registry as registry_module
 from common import settings as settings_module
 from common.errors import Unreachable, UsageError
-from common.live import state_url
+from common.live import LiveState, state_url
 from common.registry import Registry
 from common.settings import Settings
 from workers import devices, parent, supervisor
@@ -46,9 +50,11 @@ def start(options: Options, env: Mapping[str, str] = os.environ) -> int:
     check_settings(settings)
     if options.supervised:
         wait_for_broker(settings)
+        nodes = [devices.node_name(model, name) for name in names]
+        refuse_twins(settings, nodes)
         children = [
-            supervisor.Child(devices.node_name(model, name), _argv(options, model, name), _pinned(group))
-            for group, name in zip(groups, names, strict=True)
+            supervisor.Child(node, _argv(options, model, name), _pinned(group))
+            for group, name, node in zip(groups, names, nodes, strict=True)
         ]
         return supervisor.Supervisor(children, settings.inference.drain_s, options.give_up_after).run()
     if len(groups) != 1:
@@ -116,6 +122,32 @@ def wait_for_broker(settings: Settings) -> None:
             time.sleep(0.5)
         else:
             return
+
+
+def refuse_twins(settings: Settings, nodes: list[str]) -> None:
+    """`UsageError` when a worker of one of these names runs on this machine: they would answer for each other."""
+    live = LiveState(settings)
+    try:
+        running = live.workers()
+    except (redis.RedisError, OSError):
+        # Nothing known, so nothing to hold against it.
+        return
+    finally:
+        live.close()
+    for other in running:
+        if other.node in nodes and other.host == socket.gethostname() and _is_worker(other.pid):
+            raise UsageError(
+                f"a worker named {other.node} runs here already (process {other.pid}); "
+                "give this one other GPUs (--device-ids) or another name (--name)"
+            )
+
+
+def _is_worker(pid: int) -> bool:
+    # A killed worker's word outlives it by some seconds, and its number may belong to somebody else by then.
+    try:
+        return b"workers" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _label(options: Options, group: devices.Group, groups: int) -> str:
