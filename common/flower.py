@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 from common.errors import BatchmillError, UsageError
@@ -14,9 +15,7 @@ def main() -> int:
     except BatchmillError as exc:
         sys.stderr.write(f"flower: error: {exc}\n")
         return exc.exit_code
-    try:
-        import flower.command  # noqa: F401
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("flower") is None:
         sys.stderr.write("flower: error: Flower is not installed; pip install 'batchmill[flower]'\n")
         return UsageError.exit_code
     app.start(["flower", *sys.argv[1:]])
