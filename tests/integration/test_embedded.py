@@ -24,7 +24,7 @@ from common.errors import Unreachable, UsageError
 from common.registry import Registry
 from common.settings import Settings
 from producers import embedded
-from producers.embedded import Fleet, Record, redis_server
+from producers.embedded import Fleet, Record, procfs, redis_server
 from producers.embedded.layout import layout
 from producers.embedded.lock import is_held
 from tests.conftest import ECHO_MODEL, make_fleet_env
@@ -120,6 +120,13 @@ def pid_of(record: Record, name: str) -> int:
     return next(p.pid for p in record.processes if p.name.startswith(name))
 
 
+def gone(record: Record) -> None:
+    """The processes of a fleet have ended. (Redis writes over its environment, so `survivors` does not find it.)"""
+    for process in record.processes:
+        seen = procfs.look(process.pid)
+        assert seen is None or seen.started != process.started, process.name
+
+
 def test_up_and_down_leave_nothing(home: Home) -> None:
     with home.ensure() as fleet:
         wait_ready(fleet)
@@ -136,6 +143,7 @@ def test_up_and_down_leave_nothing(home: Home) -> None:
     assert home.status().state == "stopped"
     assert not socket.exists()
     home.processes.wait_gone()
+    gone(record)
     assert not embedded.down(home.env)
 
 
@@ -203,9 +211,12 @@ def test_after_everything_was_killed_the_next_submit_goes_on_with_what_was_unfin
     wait_until(lambda: _completed(home) > 0, 60, f"answers come; {submit.text}")
     batch_id = re.search(r"batch_\w+", submit.text)
     assert batch_id is not None
+    record = home.status()
     for process in home.processes.survivors():
         _kill(process.pid)
     home.processes.wait_gone()
+    # The kernel's doing: Redis dies with its daemon.
+    wait_until(lambda: procfs.look(pid_of(record, "redis")) is None, 10, "Redis is gone")
     assert home.submit("second.jsonl", 5).wait(120) == 0
     out = str(home.folder / "out-first.jsonl")
     watch = home.processes.python("watch", "-m", "producers", "watch", batch_id[0], "--output", out, env=home.env)
@@ -234,9 +245,11 @@ def test_it_does_not_end_while_somebody_follows_or_work_is_left(home: Home) -> N
 def test_sigterm_to_the_daemon_ends_all_with_it(home: Home) -> None:
     with home.ensure() as fleet:
         wait_ready(fleet)
-        os.kill(home.status().pid, signal.SIGTERM)
+        record = home.status()
+        os.kill(record.pid, signal.SIGTERM)
         wait_down(home)
         home.processes.wait_gone()
+        gone(record)
         # It was ended on purpose, so a follower leaves it so.
         assert not fleet.tend()
         assert "was stopped" in (fleet.problem() or "")
