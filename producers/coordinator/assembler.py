@@ -39,7 +39,7 @@ OUTPUT_FILE, ERRORS_FILE = "output.jsonl", "errors.jsonl"
 _STRETCH = 8 << 20
 #: Lines that far apart in the ledger are read in one go.
 _GAP = 64 << 10
-_READ = 4 << 20
+_READ = 1 << 20
 _WRITE = 1 << 20
 _CANCELLED = ("batch_cancelled", "the batch was cancelled before this request was answered")
 

@@ -31,7 +31,7 @@ _RANK[Kind.OUTPUT], _RANK[Kind.ERROR], _RANK[Kind.RETRY] = OUTPUT, ERROR, RETRY
 class PositionTable:
     """Entries of the positions that `windows` cover, which follow one another from 0."""
 
-    def __init__(self, windows: Sequence[Window], spill: Path, keep: int = 8) -> None:
+    def __init__(self, windows: Sequence[Window], spill: Path, keep: int = 3) -> None:
         self._starts = np.array([w.pos_start for w in windows], dtype=np.int64)
         self._windows = windows
         self._spill = spill
