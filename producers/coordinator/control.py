@@ -248,7 +248,7 @@ class Control:
                 if progress is None or progress.final is not None:
                     continue
             try:
-                self._finalizer.say(status)
+                self._finalizer.say_unless_ended(progress, status)
             except OSError:
                 with core.lock:
                     core.dirty.add(status.id)

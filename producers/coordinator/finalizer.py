@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import queue
+import threading
 import time
 
 import msgspec
@@ -35,6 +36,8 @@ class Finalizer:
         self._leadership = leadership
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._known: set[str] = set()
+        #: Held while a status is written: a batch's last one must stay the last.
+        self._telling = threading.Lock()
 
     def submit(self, batch_id: str) -> None:
         """Let a batch be ended; no effect when it is on its way already."""
@@ -167,5 +170,15 @@ class Finalizer:
 
     def say(self, status: Status) -> None:
         """Write a status file."""
+        with self._telling:
+            self._write(status)
+
+    def say_unless_ended(self, progress: Progress, status: Status) -> None:
+        """Write the status of a batch that runs; never over its final one."""
+        with self._telling:
+            if progress.final is None:
+                self._write(status)
+
+    def _write(self, status: Status) -> None:
         status.updated_at = time.time()
         self._store.put_atomic(f"{folder(status.id)}/status.json", msgspec.json.encode(status))
