@@ -47,7 +47,7 @@ def test_a_drain_keeps_acks_and_heartbeats_going(
     )
     short = [dispatch.send(make_chunk([chat("SHORT")], ECHO_MODEL)) for _ in range(2)]
     long = dispatch.send(make_chunk([chat("LONG")], ECHO_MODEL))
-    broker.wait_depth(QUEUE, ready=0, unacked=3)
+    dispatch.wait_taken(*short, long)
     began = time.monotonic()
     worker.signal(signal.SIGTERM)
     for chunk in short:
@@ -67,7 +67,7 @@ def test_the_end_of_the_drain_gives_chunks_back(
 ) -> None:
     worker = start_worker(BATCHMILL_ECHO_FAULTS="HANG=hang", BATCHMILL_INFERENCE_DRAIN_S=0.5)
     chunk = dispatch.send(make_chunk([chat("HANG"), chat("a"), chat("b")], ECHO_MODEL))
-    broker.wait_depth(QUEUE, ready=0, unacked=1)
+    dispatch.wait_taken(chunk)
     assert worker.stop(20) == 0
     broker.wait_depth(QUEUE, ready=1, unacked=0)
     processes.wait_gone()
@@ -85,8 +85,7 @@ def test_a_second_signal_skips_the_drain(redis_broker: RedisBroker, processes: P
     worker = processes.worker(env, ECHO_MODEL)
     worker.wait_line(READY)
     dispatch = Dispatch(settings.load(env=env))
-    dispatch.send(make_chunk([chat("HANG")], ECHO_MODEL))
-    redis_broker.wait_depth(QUEUE, ready=0, unacked=1)
+    dispatch.wait_taken(dispatch.send(make_chunk([chat("HANG")], ECHO_MODEL)))
     worker.signal(signal.SIGTERM)
     worker.wait_line("draining")
     worker.signal(signal.SIGTERM)
@@ -141,7 +140,6 @@ def test_work_goes_on_through_a_broker_restart(
     worker = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=slow:4", BATCHMILL_INFERENCE_DRAIN_S=20)
     settle_queue_names(broker)
     chunks = [dispatch.send(make_chunk([chat("SLOW"), chat("x")], ECHO_MODEL)) for _ in range(2)]
-    broker.wait_depth(QUEUE, ready=0, unacked=2)
     dispatch.collect(lambda: all(len(dispatch.of(c).rows) == 1 for c in chunks), 10, "the fast rows")
     broker.restart()
     for chunk in chunks:
@@ -160,7 +158,7 @@ def test_a_worker_ends_while_the_broker_is_gone(
     worker = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=slow:3", BATCHMILL_INFERENCE_DRAIN_S=4)
     settle_queue_names(broker)
     chunk = dispatch.send(make_chunk([chat("SLOW")], ECHO_MODEL))
-    broker.wait_depth(QUEUE, ready=0, unacked=1)
+    dispatch.wait_taken(chunk)
     broker.kill()
     worker.wait_line("onnection", 20)
     assert worker.stop(40) in (0, 1)
@@ -210,7 +208,7 @@ def test_a_redelivered_chunk_joins_the_copy_that_runs(
 ) -> None:
     worker = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=slow:5")
     chunk = dispatch.send(make_chunk([chat("SLOW")], ECHO_MODEL))
-    broker.wait_depth(QUEUE, ready=0, unacked=1)
+    dispatch.wait_taken(chunk)
     if isinstance(broker, RabbitBroker):
         wait_until(lambda: len(broker.server.api("GET", f"vhosts/{broker.vhost}/connections")) >= 2, 10, "connections")
         for connection in broker.server.api("GET", f"vhosts/{broker.vhost}/connections"):

@@ -13,6 +13,7 @@ from kombu import Connection, Consumer
 
 from common import ids
 from common.broker import Publisher, codecs, connect, queue
+from common.live import LiveState
 from common.messages import (
     QUEUE_DEAD,
     TASK_INFER,
@@ -32,6 +33,7 @@ from common.messages import (
 )
 from common.serializer import CONTENT_TYPE
 from common.settings import Settings
+from tests.support.ports import wait_until
 from tests.support.processes import Process
 
 RESULTS = "results.0"
@@ -126,6 +128,15 @@ class Dispatch:
         """The chunk's answers once its last message has come."""
         self.collect(lambda: self.of(chunk).done, timeout, f"last message of {chunk.id}")
         return self.of(chunk)
+
+    def wait_taken(self, *chunks: Chunk, timeout: float = 30) -> None:
+        """Wait until workers run these chunks (delivered is not enough: a worker may not have begun)."""
+        live = LiveState(self.settings)
+        names = [chunk.id for chunk in chunks]
+        try:
+            wait_until(lambda: None not in live.leases(names), timeout, "the chunks are taken up")
+        finally:
+            live.close()
 
     def of(self, chunk: Chunk) -> Answers:
         """What came of a chunk so far."""
