@@ -10,11 +10,18 @@ import numpy as np
 from common.lines import answer_line, error_line
 from common.messages import Kind, Part, Row, Usage
 from workers.attempt import Tried
+from workers.outcome import Outcome
+
+#: Bytes of one answer; a message that carries more is refused by RabbitMQ 4 (16 MiB), so it would never arrive.
+MAX_ANSWER_BYTES = 12 << 20
+
+_TOO_LARGE = Tried(0, b"", Outcome(Kind.ERROR, "answer_too_large"))
 
 #: What people read when a request got no answer, by the outcome's reason.
 _MESSAGES = {
     "timeout": "the engine did not answer within {timeout:g} s",
     "finish_abort": "the engine aborted the request before it was answered",
+    "answer_too_large": f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB; ask for less in one request",
     "unreadable_answer": "the engine's answer is not what its endpoint promises",
 }
 
@@ -46,6 +53,8 @@ def parts(done: list[Done], batches: list[str], marks: list[bytes], timeout_s: f
         columns = found.get(batch)
         if columns is None:
             columns = found[batch] = _Columns()
+        if len(tried.body) > MAX_ANSWER_BYTES:
+            tried = _TOO_LARGE
         outcome = tried.outcome
         line = _line(batch, row, tried, marks[at], timeout_s)
         columns.pos.append(row.pos)

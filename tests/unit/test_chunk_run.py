@@ -17,6 +17,7 @@ from common.settings import Settings
 from tests.support.chunks import chat, make_chunk
 from tests.support.ports import wait_until
 from workers import chunk as chunk_module
+from workers import results as results_module
 from workers.abort import Abort
 from workers.chunk import ChunkRun, ChunkWork
 from workers.engine import echo
@@ -277,6 +278,14 @@ class TestResultLines:
         _, sent = run(make_chunk([chat("x")], MODEL), start_engine(engine))
         [(_, line)] = sent.rows().values()
         assert line["response"]["body"] == expected
+
+
+def test_an_answer_no_broker_would_take_is_an_error(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_module, "MAX_ANSWER_BYTES", 1000)
+    _, sent = run(make_chunk([chat("x" * 2000), chat("x")], MODEL), start_engine())
+    found = [sent.rows()[key] for key in sorted(sent.rows())]
+    assert [kind for kind, _ in found] == [Kind.ERROR, Kind.OUTPUT]
+    assert found[0][1]["error"]["code"] == "answer_too_large"
 
 
 def test_an_engine_that_cannot_start_says_why() -> None:
