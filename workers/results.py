@@ -48,13 +48,12 @@ class _Columns:
 def parts(done: list[Done], batches: list[str], marks: list[bytes], timeout_s: float) -> list[Part]:
     """The parts of one message out of finished rows; `batches` and `marks` (encoded `Marks`) are per slice."""
     found: dict[str, _Columns] = {}
-    for at, row, tried in done:
+    for at, row, given in done:
+        tried = given if len(given.body) <= MAX_ANSWER_BYTES else _TOO_LARGE
         batch = batches[at]
         columns = found.get(batch)
         if columns is None:
             columns = found[batch] = _Columns()
-        if len(tried.body) > MAX_ANSWER_BYTES:
-            tried = _TOO_LARGE
         outcome = tried.outcome
         line = _line(batch, row, tried, marks[at], timeout_s)
         columns.pos.append(row.pos)
