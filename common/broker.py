@@ -236,6 +236,9 @@ class Publisher:
         """Keep an idle RabbitMQ connection alive; call it at least twice in every heartbeat interval."""
         if self._connection is not None and self._connection.heartbeat:
             try:
+                # The server's heartbeats count only once they are read, and nothing else reads here.
+                with contextlib.suppress(TimeoutError):
+                    self._connection.drain_events(timeout=0.001)
                 self._connection.heartbeat_check()
             except BaseException:
                 self.close()

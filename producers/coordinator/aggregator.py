@@ -23,7 +23,7 @@ from common.messages import QUEUE_DEAD, Kind, Results, decode_results, kinds, le
 from common.settings import Settings
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.book import Outcome
-from producers.coordinator.broker_calls import BrokerTrouble, broker_calls
+from producers.coordinator.broker_calls import BrokerTrouble, broker_calls, let_go
 from producers.coordinator.core import Core
 from producers.coordinator.losses import GRACE_S
 from producers.coordinator.records import Evidence, Type, encode
@@ -115,11 +115,7 @@ class Aggregator:
                 self._step(connection)
             self._finish()
         finally:
-            if connection is not None:
-                try:
-                    connection.release()
-                except Exception as exc:
-                    log.debug("release_failed", error=type(exc).__name__)
+            let_go(connection)
 
     def _step(self, connection: Connection) -> None:
         try:

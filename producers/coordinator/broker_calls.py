@@ -8,8 +8,12 @@ from collections.abc import Iterator
 import amqp
 import kombu.exceptions
 import redis
+from kombu import Connection
 
 from common.errors import Unreachable
+from common.logs import get
+
+log = get(__name__)
 
 #: `KeyError`: kombu's Redis poller lets one escape after a restart of the server (kombu issue 2582).
 _KINDS = (redis.RedisError, amqp.AMQPError, kombu.exceptions.KombuError, Unreachable, OSError, KeyError)
@@ -32,3 +36,17 @@ def broker_calls() -> Iterator[None]:
         raise
     except _KINDS as exc:
         raise BrokerTrouble(type(exc).__name__) from None
+
+
+def let_go(connection: Connection | None) -> None:
+    """Close a connection, whatever state it is in; what it held comes again."""
+    if connection is None:
+        return
+    try:
+        if connection.transport.driver_type == "amqp":
+            # No handshake: a queue that does not answer would hold it up for a minute.
+            connection.collect(socket_timeout=1)
+        else:
+            connection.release()
+    except Exception as exc:
+        log.debug("release_failed", error=type(exc).__name__)

@@ -8,7 +8,8 @@ import time
 import msgspec
 
 from common import metrics
-from common.errors import BatchmillError, Unreachable
+from common.errors import BatchmillError, Unreachable, UsageError
+from common.ids import is_batch_id
 from common.logs import get
 from common.store import LocalStore, Store
 from producers.batch import FINAL, Batch, Command, Status, folder, read_batch, read_status
@@ -17,6 +18,7 @@ from producers.coordinator.finalizer import Finalizer
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.progress import Progress
 from producers.coordinator.records import Cancelled, Closed
+from producers.coordinator.status_files import StatusFiles
 from producers.intake import recover
 
 log = get(__name__)
@@ -31,17 +33,26 @@ STATUS_S = 1.0
 #: Seconds a cancelled batch waits for what is in engines, at most.
 CANCEL_S = 10.0
 #: Reasons shown beside a status, the gravest first.
-_REASONS = ("disk_full", "store_unreachable", "broker_unreachable", "state_unreachable")
+_REASONS = ("disk_full", "store_unreachable", "broker_unreachable", "broker_memory", "state_unreachable")
 
 
 class Control:
     """One thread: `run` until the core stops."""
 
-    def __init__(self, core: Core, store: Store, leadership: Leadership, finalizer: Finalizer, lease_s: float) -> None:
+    def __init__(
+        self,
+        core: Core,
+        store: Store,
+        leadership: Leadership,
+        finalizer: Finalizer,
+        files: StatusFiles,
+        lease_s: float,
+    ) -> None:
         self._core = core
         self._store = store
         self._leadership = leadership
         self._finalizer = finalizer
+        self._files = files
         self._cancel_s = min(CANCEL_S, lease_s)
         self._period = PERIOD_S if isinstance(store, LocalStore) else PERIOD_OBJECT_STORE_S
         self._active = f"active/{core.shard}"
@@ -76,6 +87,7 @@ class Control:
         if now - self._recovered_at >= RECOVER_S:
             self._recovered_at = now
             recover(self._store)
+            self._clear_commands()
         if now - self._looked_at >= self._period:
             self._looked_at = now
             self.open_new()
@@ -141,7 +153,7 @@ class Control:
         reason = f"{base}/batch.json: cannot be read ({type(exc).__name__}); submit the file again"
         now = time.time()
         self._leadership.check()
-        self._finalizer.say(Status(id=batch_id, status="failed", reason=reason, created_at=now, finished_at=now))
+        self._files.say(Status(id=batch_id, status="failed", reason=reason, created_at=now, finished_at=now))
         self._store.delete(f"{self._active}/{batch_id}")
 
     # -- commands --------------------------------------------------------------------------------------------------
@@ -166,6 +178,18 @@ class Control:
                 if not self._obey(progress, command):
                     return
                 self._store.delete(path)
+
+    def _clear_commands(self) -> None:
+        """Put away commands that came too late for their batch."""
+        for batch_id in self._store.list("control"):
+            if batch_id in self._core.book.batches or not is_batch_id(batch_id):
+                continue
+            try:
+                batch = read_batch(self._store, batch_id)
+            except (UsageError, msgspec.DecodeError):
+                continue
+            if batch.shard == self._core.shard and read_status(self._store, batch).status in FINAL:
+                self._store.delete(f"control/{batch_id}")
 
     def _obey(self, progress: Progress, command: Command) -> bool:
         core = self._core
@@ -244,16 +268,18 @@ class Control:
         for status in due:
             with core.lock:
                 core.dirty.discard(status.id)
-                progress = core.book.batches.get(status.id)
-                if progress is None or progress.final is not None:
-                    continue
             try:
-                self._finalizer.say_unless_ended(progress, status)
+                self._files.say(status, functools.partial(self._is_open, status.id))
             except OSError:
                 with core.lock:
                     core.dirty.add(status.id)
                 raise
             self._said[status.id] = (now, status.status, status.reason)
+
+    def _is_open(self, batch_id: str) -> bool:
+        with self._core.lock:
+            progress = self._core.book.batches.get(batch_id)
+            return progress is not None and progress.final is None
 
     def _reason(self, progress: Progress) -> str | None:
         core = self._core

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from common import metrics
 from common.broker import Publisher
 from common.codec import Codec
+from common.errors import Unreachable
 from common.ids import new_chunk_id
 from common.logs import get
 from common.messages import TASK_INFER, VERSION, Chunk, Slice, encode, infer_queue, results_queue
@@ -74,6 +75,8 @@ class Dispatcher:
     def _round(self) -> float:
         """One chunk for every lane that has one; seconds until there may be more (0: at once)."""
         core = self._core
+        if "broker_memory" in core.troubles:
+            return 1.0
         with core.lock:
             models = list(core.book.lanes)
             for gone in [b for b in self._files if b not in core.book.batches]:
@@ -104,9 +107,15 @@ class Dispatcher:
             drafted = packing.draft(core.book, lane, room, now, self._settings.scheduler.timeout_ms / 1000)
         if isinstance(drafted, Wait):
             return drafted.until - now
-        picks = self._read_sizes(drafted)
-        if picks:
-            self._send(model, picks)
+        try:
+            picks = self._read_sizes(drafted)
+            if picks:
+                self._send(model, picks)
+        except (OSError, Unreachable) as exc:
+            log.error("rows_unreadable", error=type(exc).__name__)
+            core.trouble("store_unreachable", "dispatcher", True)
+            return 1.0
+        core.trouble("store_unreachable", "dispatcher", False)
         return 0.0
 
     def _settle_exhausted(self, model: str) -> bool:

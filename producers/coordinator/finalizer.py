@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import functools
 import queue
-import threading
 import time
-
-import msgspec
 
 from common.errors import Unreachable
 from common.logs import get
 from common.store import Store
-from producers.batch import Counts, Status, folder
+from producers.batch import Counts, folder
 from producers.coordinator import summary
 from producers.coordinator.assembler import Assembled, Assembler, MissingRows, Source, Stopped
 from producers.coordinator.backoff import Reconnect
@@ -23,6 +20,7 @@ from producers.coordinator.leadership import Leadership
 from producers.coordinator.ledger import DiskFull, Reader
 from producers.coordinator.progress import Progress
 from producers.coordinator.records import Failed, Finalised, Reopened, Type, encode, pack_positions
+from producers.coordinator.status_files import StatusFiles
 
 log = get(__name__)
 
@@ -30,14 +28,13 @@ log = get(__name__)
 class Finalizer:
     """One thread: `run` until the core stops. `submit` a batch whose `Closed` or `Failed` record is in the ledger."""
 
-    def __init__(self, core: Core, store: Store, leadership: Leadership) -> None:
+    def __init__(self, core: Core, store: Store, leadership: Leadership, files: StatusFiles) -> None:
         self._core = core
+        self._files = files
         self._store = store
         self._leadership = leadership
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._known: set[str] = set()
-        #: Held while a status is written: a batch's last one must stay the last.
-        self._telling = threading.Lock()
 
     def submit(self, batch_id: str) -> None:
         """Let a batch be ended; no effect when it is on its way already."""
@@ -158,27 +155,12 @@ class Finalizer:
             said = progress.status()
         if assembled is not None and status != "failed":
             said.request_counts = Counts(batch.requests, assembled.completed, assembled.failed)
-        self.say(said)
+        self._files.say(said)
         self._store.delete(f"active/{batch.shard}/{batch.id}")
         self._store.delete(f"control/{batch.id}")
+        core.while_disk_full(lambda: core.ledger.append(Type.FINALISED, encode(Finalised(batch.id, status))))
         with core.lock:
-            core.while_disk_full(lambda: core.ledger.append(Type.FINALISED, encode(Finalised(batch.id, status)), ()))
             core.book.forget(batch.id)
             core.dirty.discard(batch.id)
         core.ledger.release(batch.id)
         core.dispatch.set()
-
-    def say(self, status: Status) -> None:
-        """Write a status file."""
-        with self._telling:
-            self._write(status)
-
-    def say_unless_ended(self, progress: Progress, status: Status) -> None:
-        """Write the status of a batch that runs; never over its final one."""
-        with self._telling:
-            if progress.final is None:
-                self._write(status)
-
-    def _write(self, status: Status) -> None:
-        status.updated_at = time.time()
-        self._store.put_atomic(f"{folder(status.id)}/status.json", msgspec.json.encode(status))

@@ -25,7 +25,7 @@ from producers import intake
 from producers.batch import Batch
 from producers.coordinator import submission
 from producers.coordinator.backoff import Reconnect
-from producers.coordinator.broker_calls import BrokerTrouble, broker_calls
+from producers.coordinator.broker_calls import BrokerTrouble, broker_calls, let_go
 from producers.coordinator.core import Core
 
 log = get(__name__)
@@ -77,11 +77,7 @@ class IntakeQueue:
                     self._take(self._arrived.popleft(), connection)
                 self._keep_alive(connection)
         finally:
-            if connection is not None:
-                try:
-                    connection.release()
-                except Exception as exc:
-                    log.debug("release_failed", error=type(exc).__name__)
+            let_go(connection)
 
     def _subscribe(self, connection: Connection) -> None:
         wanted = queue(self._settings, QUEUE_INTAKE)

@@ -20,6 +20,7 @@ from common.errors import Unreachable
 from common.logs import get
 from common.store import Store
 from producers.batch import Heartbeat
+from producers.coordinator import segments
 from producers.coordinator.core import Ousted
 
 log = get(__name__)
@@ -42,6 +43,7 @@ class Leadership:
         self._takeover_s = takeover_s
         self._path = f"coordinator/{shard}.json"
         self._epochs = f"epochs/{shard}"
+        self._folder = ledger_folder
         self._host = host if host is not None else socket.gethostname()
         #: 0 until this process leads.
         self.epoch = 0
@@ -61,7 +63,7 @@ class Leadership:
             locked = self._try_lock()
             if (locked and self._is_dead(beat)) or silent > self._takeover_s:
                 # The very next epoch, so that of several standbys that saw the same silence one leads.
-                if self._create_epoch(latest + 1):
+                if self._create_epoch(max(latest, self._logged()) + 1):
                     self.beat()
                     return True
                 continue
@@ -134,6 +136,11 @@ class Leadership:
             if old <= epoch - _KEPT:
                 self._store.delete(f"{self._epochs}/{old}")
         return True
+
+    def _logged(self) -> int:
+        """The last epoch that has written into this ledger: a store that was made anew counts from one again."""
+        names = filter(None, map(segments.parse_name, os.listdir(self._folder)))
+        return max((name.epoch for name in names), default=0)
 
     def _known(self) -> list[int]:
         return [int(name) for name in self._store.list(self._epochs) if name.isdigit()]

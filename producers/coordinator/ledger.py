@@ -155,6 +155,8 @@ class Ledger:
         It survives the death of this process at once, and of this machine once `sync` covered it.
         """
         with self._lock:
+            if self._closed:
+                raise LedgerFailed(f"{self.folder}: the ledger is closed")
             self._check_space(len(payload))
             if self._fd < 0 or self._segments[self._ordinal].length + len(payload) > self._segment_bytes:
                 self._roll()

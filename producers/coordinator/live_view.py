@@ -8,18 +8,21 @@ import time
 import redis
 from kombu import Connection
 
-from common.broker import connect, queue
+from common.broker import broker_url, connect, is_amqp, queue
 from common.live import LiveState
 from common.logs import get
 from common.messages import infer_queue
 from common.settings import Settings
 from producers.coordinator import losses
+from producers.coordinator.broker_calls import let_go
 from producers.coordinator.core import Core
 
 log = get(__name__)
 
 #: Seconds between looks.
 PERIOD_S = 1.0
+#: Share of a Redis broker's memory in use from which nothing more is sent.
+MEMORY_SHARE = 0.6
 #: Leases asked for in one round trip.
 _AT_ONCE = 1000
 
@@ -44,6 +47,7 @@ class LiveView:
                 core.look.clear()
                 if self._look():
                     self._judge()
+                self._watch_memory()
                 core.look.wait(min(PERIOD_S, lease_s / 4))
         finally:
             self._disconnect()
@@ -118,6 +122,22 @@ class LiveView:
         if core.given_up:
             core.look.set()
 
+    def _watch_memory(self) -> None:
+        """Stop sending well before the broker is full: a full Redis loses messages that it has handed out."""
+        if is_amqp(broker_url(self._settings)):
+            return  # RabbitMQ blocks who publishes, and loses nothing.
+        try:
+            if self._connection is None:
+                self._connection = connect(self._settings)
+            facts = self._connection.default_channel.client.info("memory")
+        except Exception as exc:
+            self._disconnect()
+            log.debug("broker_memory_unknown", error=type(exc).__name__)
+            return
+        most = int(facts.get("maxmemory", 0))
+        full = bool(most) and int(facts.get("used_memory", 0)) > MEMORY_SHARE * most
+        self._core.trouble("broker_memory", "live", full)
+
     def _waiting(self, name: str) -> int | None:
         """Messages that wait in a queue; None when the broker does not say."""
         try:
@@ -138,8 +158,4 @@ class LiveView:
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None:
-            try:
-                connection.release()
-            except Exception as exc:
-                log.debug("release_failed", error=type(exc).__name__)
+        let_go(connection)

@@ -34,6 +34,7 @@ from producers.coordinator.leadership import HEARTBEAT_S, Leadership
 from producers.coordinator.ledger import Ledger
 from producers.coordinator.live_view import LiveView
 from producers.coordinator.recovery import recover
+from producers.coordinator.status_files import StatusFiles
 
 log = get(__name__)
 
@@ -98,8 +99,9 @@ class Service:
         leading = metrics.LEADER.labels(shard=str(self._shard))
         leading.set(leadership.epoch)
         chunks, results = codecs(settings)
-        finalizer = Finalizer(core, store, leadership)
-        control = Control(core, store, leadership, finalizer, settings.scheduler.lease_s)
+        files = StatusFiles(store)
+        finalizer = Finalizer(core, store, leadership, files)
+        control = Control(core, store, leadership, finalizer, files, settings.scheduler.lease_s)
         aggregator = Aggregator(core, settings, results, Publisher(settings))
         sizes = EngineSize(settings, self._registry)
         dispatcher = Dispatcher(core, store, settings, chunks, Publisher(settings), sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -108,3 +109,17 @@ def test_live_state_notices_a_wipe(broker: Broker, fleet_settings: Settings) -> 
     assert live.generation() != before
     assert live.workers() == []
     live.close()
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_an_idle_publisher_keeps_its_connection(broker: Broker, fleet_env: dict[str, str]) -> None:
+    publisher = Publisher(load(env=fleet_env | {"BATCHMILL_BROKER_HEARTBEAT_S": "1"}))
+    publisher.publish("results.0", b"one")
+    connection = publisher._connection
+    deadline = time.monotonic() + 4  # Both sides give up on a peer that is silent for two heartbeats.
+    while time.monotonic() < deadline:
+        publisher.heartbeat()
+        time.sleep(0.2)
+    publisher.publish("results.0", b"two")
+    assert publisher._connection is connection
+    publisher.close()
