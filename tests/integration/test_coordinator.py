@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 
@@ -11,10 +12,11 @@ import pytest
 
 from common.broker import Publisher, codecs
 from common.ids import new_chunk_id
-from common.messages import QUEUE_DEAD, VERSION, Kind, Results, Row, encode
+from common.messages import QUEUE_DEAD, VERSION, Kind, Results, Row, encode, infer_queue
 from common.settings import Settings
 from common.store import LocalStore, Store, open_store
 from producers.batch import Command, Heartbeat, folder
+from producers.coordinator import control, live_view
 from producers.coordinator.records import Evidence, Type, decode
 from producers.coordinator.segments import Record
 from tests.support.brokers import Broker
@@ -257,6 +259,71 @@ def test_cancel_before_any_worker_ends_at_once(fast: Settings, store: Store) -> 
         status = wait_status(store, batch, "cancelled", timeout=5)
     assert status.request_counts.failed == 100
     check_outputs(store, batch, range(100))
+
+
+def test_a_command_that_comes_too_late_is_put_away(
+    fast: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "RECOVER_S", 0.3)
+    batch = make_batch(store, 10)
+    with coordinating(fast, store), FakeWorker(fast):
+        wait_status(store, batch, "completed")
+        wait_until(lambda: store.list("active/0") == [], 10, "the batch has ended")
+        command = Command(command="cancel", at=time.time())
+        store.create_exclusive(f"control/{batch.id}/01.json", msgspec.json.encode(command))
+        wait_until(lambda: store.list("control") == [], 10, "the command is gone")
+    assert status_of(store, batch).status == "completed"
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_a_redis_that_fills_up_gets_nothing_more(
+    fast: Settings, store: Store, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = int(broker.state.info("memory")["used_memory"])
+    monkeypatch.setattr(live_view, "PERIOD_S", 0.1)
+    with coordinating(fast, store) as running:
+        broker.state.config_set("maxmemory", int(used * 1.3))
+        try:
+            wait_until(lambda: "broker_memory" in running.core.troubles, 10, "it is noticed")
+            batch = make_batch(store, 100)
+            wait_until(lambda: status_of(store, batch).reason == "broker_memory", 10, "the status says so")
+            assert broker.depth(infer_queue(batch.model)).ready == 0
+        finally:
+            broker.state.config_set("maxmemory", 0)
+        with FakeWorker(fast):
+            assert wait_status(store, batch, "completed").reason is None
+
+
+def test_a_store_that_cannot_be_read_for_a_while_fails_no_batch(
+    fast: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(store, 100)
+    real = LocalStore.read_range
+
+    def broken(self: LocalStore, path: str, start: int, length: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStore, "read_range", broken)
+    with coordinating(fast, store), FakeWorker(fast):
+        wait_until(lambda: status_of(store, batch).reason == "store_unreachable", 10, "the status says so")
+        monkeypatch.setattr(LocalStore, "read_range", real)
+        wait_status(store, batch, "completed")
+    check_outputs(store, batch)
+
+
+def test_many_small_batches(fast: Settings, store: Store) -> None:
+    with coordinating(fast, store) as running, FakeWorker(fast) as worker:
+        wait_until(lambda: bool(running.core.workers), 10, "the worker is seen", 0.01)
+        batches = [make_batch(store, 7) for _ in range(60)]
+        for batch in batches:
+            wait_status(store, batch, "completed")
+        wait_until(lambda: store.list("active/0") == [], 10, "all have ended")
+        assert running.core.book.batches == {}
+        assert running.core.ledger.segment_count <= 1
+    for batch in batches:
+        check_outputs(store, batch)
+    assert len(worker.answered) == 420
+    assert len(worker.taken) < 60
 
 
 def test_commands_that_mean_nothing_are_put_away(fast: Settings, store: Store) -> None:

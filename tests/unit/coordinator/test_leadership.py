@@ -14,6 +14,8 @@ from common.store import LocalStore
 from producers.batch import Heartbeat
 from producers.coordinator.core import Ousted
 from producers.coordinator.leadership import Leadership
+from producers.coordinator.ledger import Ledger
+from producers.coordinator.records import Type
 
 
 @pytest.fixture
@@ -146,3 +148,14 @@ def test_a_leader_of_this_host_with_another_ledger_folder_is_respected_while_it_
         sleeper.wait()
     assert leads.wait(5)
     thread.join(5)
+
+
+def test_a_store_made_anew_does_not_reuse_the_names_of_old_segments(tmp_path: Path, store: LocalStore) -> None:
+    folder = tmp_path / "wal"
+    old = Ledger(folder, 7)
+    old.append(Type.RESULTS, b"old", ["batch"])
+    old.close()
+    anew = Leadership(store, 0, folder, 10)
+    assert anew.acquire(threading.Event())
+    assert anew.epoch == 8
+    Ledger(folder, anew.epoch).append(Type.RESULTS, b"new", ["batch"])
