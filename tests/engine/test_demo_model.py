@@ -5,22 +5,18 @@ from __future__ import annotations
 import io
 import json
 import logging
-import subprocess
-import sys
+import signal
+import time
 from typing import Any
 
 import pytest
 
 from common.messages import Kind
-from common.registry import ModelVersion
-from common.settings import Settings
 from common.urls import URL_CODE
 from tests.engine.bodies import GENERATE, POOLING, body
-from tests.engine.conftest import ENGINE, Running
+from tests.engine.conftest import ANSWER_TOKENS, ENGINE, PROMPTS, Running
 from tests.support.ports import wait_until
-from tests.support.processes import ROOT
-from workers.engine.base import Answer
-from workers.models.source import model_folder
+from workers.engine.base import Answer, EngineDead
 from workers.outcome import judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
@@ -89,29 +85,9 @@ def test_structured_output(demo: Running) -> None:
     assert text_of(CHAT, choice) in ("maybe so", "no")
 
 
-def test_greedy_answers_are_those_of_vllm_asked_directly(
-    demo: Running, demo_entry: ModelVersion, settings: Settings
-) -> None:
-    prompts = ["What is the capital of France?", "Write a line about the sea.", "List three colours.", "2 + 2 = ?"]
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    ours = [text_of(CHAT, demo.infer(CHAT, body(CHAT, prompt, 24))) for prompt in prompts]
-    wanted = {
-        "model": str(model_folder(demo.model, demo_entry, settings)),
-        "engine": ENGINE | {"kv_cache_memory_bytes": 1 << 28},
-        "chats": chats,
-        "max_tokens": 24,
-    }
-    direct = subprocess.run(
-        [sys.executable, "-m", "tests.engine.direct"],
-        input=json.dumps(wanted),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    assert ours == json.loads(direct.stdout.splitlines()[-1])
+def test_greedy_answers_are_those_of_vllm_asked_directly(demo: Running, direct_answers: dict[str, str]) -> None:
+    asked = [(CHAT, body(CHAT, prompt, ANSWER_TOKENS)) for prompt in PROMPTS]
+    assert [text_of(CHAT, answer) for answer in demo.infer_all(asked)] == list(direct_answers.values())
 
 
 @pytest.mark.parametrize("url", POOLING)
@@ -254,3 +230,34 @@ def test_facts(demo: Running) -> None:
     assert facts.engine.startswith("vllm ")
     assert int(facts.detail["kv_cache_tokens"]) > 1024
     assert str(facts.detail["digest"]).startswith("blake3:")
+
+
+def test_aborted_by_a_living_engine_is_a_failed_attempt(demo: Running) -> None:
+    """As a pause or a lost transfer does it: no cut answer, and the engine is not taken for dead."""
+    engine, llm = demo.engine, demo.engine._llm
+    futures = [demo.thread.submit(engine.infer(url, body(url, "Count.", 900, ignore_eos=True))) for url in GENERATE]
+    wait_until(lambda: engine.stats().running == len(futures), 60, "all requests run")
+    demo.thread.submit(llm.abort(list(llm.output_processor.request_states), internal=True)).result(20)
+    for url, future in zip(GENERATE, futures, strict=True):
+        answer = future.result(60)
+        assert (answer.status, kind(url, answer)) == (503, Kind.RETRY)
+    assert demo.infer(CHAT, body(CHAT, "Hello", 2)).status == 200
+
+
+def test_told_to_end_it_gives_no_cut_answers(demo: Running) -> None:
+    """Last, since it ends the engine.
+
+    vLLM answers 200 with what it has; /v1/responses even says `completed`. None of it may come out as an answer.
+    """
+    engine = demo.engine
+    futures = [demo.thread.submit(engine.infer(url, body(url, "Count.", 900, ignore_eos=True))) for url in GENERATE]
+    wait_until(lambda: engine.stats().running == len(futures), 60, "all requests run")
+    killed_at = demo.kill(signal.SIGTERM)
+    for future in futures:
+        with pytest.raises(EngineDead):
+            future.result(60)
+    # As long as the engine's process takes to end.
+    assert time.monotonic() - killed_at < 45
+    with pytest.raises(EngineDead):
+        demo.infer(CHAT, body(CHAT, "Hello", 2))
+    wait_until(lambda: demo.deaths != [], 10, "the watch of the engine's thread reports it")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 
 import pytest
 
@@ -10,7 +12,8 @@ from common.messages import Kind
 from common.urls import URL_CODE
 from tests.engine.bodies import GENERATE, body
 from tests.engine.conftest import Running
-from workers.engine.base import Answer
+from tests.support.ports import wait_until
+from workers.engine.base import Answer, EngineDead
 from workers.outcome import judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(200)]
@@ -67,3 +70,19 @@ def test_cross_encoder(ranker: Running) -> None:
     bad = ranker.infer("/v1/rerank", b'{"query":"x"}')
     assert (bad.status, kind("/v1/rerank", bad)) == (400, Kind.ERROR)
     check_refused(ranker, ["/v1/embeddings", *GENERATE])
+
+
+def test_killed_engine_is_dead_at_once(embedder: Running) -> None:
+    """Last, since it ends the engine."""
+    engine, url = embedder.engine, "/v1/embeddings"
+    many = body(url, "", input=["you that is one"] * 2000)
+    future = embedder.thread.submit(engine.infer(url, many))
+    wait_until(lambda: engine.stats().waiting > 0, 60, "the request runs")
+    killed_at = embedder.kill(signal.SIGKILL)
+    with pytest.raises(EngineDead):
+        future.result(20)
+    with pytest.raises(EngineDead):
+        embedder.infer(url, body(url, "you"))
+    with pytest.raises(EngineDead):
+        embedder.thread.submit(engine.check()).result(20)
+    assert time.monotonic() - killed_at < 5

@@ -35,8 +35,8 @@ log = logs.get(__name__)
 #: Seconds the engine's processes get to end by themselves in `stop`; they are killed after.
 STOP_S = 10.0
 
-#: Seconds an engine that aborted a request by itself is given to end, before it is taken for alive.
-DOUBT_S = 10.0
+#: Seconds an engine that aborted a request by itself is given to say that it is alive.
+DOUBT_S = 60.0
 
 _DEAD = "the engine process ended"
 
@@ -146,7 +146,7 @@ class VllmEngine:
                 raise EngineDead(_DEAD)
 
     async def _settle_doubt(self) -> None:
-        """`EngineDead` when the engine ends within `DOUBT_S`; all requests wait for one look."""
+        """`EngineDead` when the engine is ending; all requests wait for one look."""
         if self._doubt is None:
             self._doubt = asyncio.ensure_future(self._dies())
         doubt = self._doubt
@@ -157,14 +157,20 @@ class VllmEngine:
             self._doubt = None
 
     async def _dies(self) -> bool:
-        deadline = time.monotonic() + DOUBT_S
-        while time.monotonic() < deadline:
-            try:
+        """A question that an engine answers between two steps; one that is ending refuses it or says nothing."""
+        probe = asyncio.ensure_future(self._llm.is_sleeping())
+        try:
+            deadline = time.monotonic() + DOUBT_S
+            while time.monotonic() < deadline:
                 await self.check()
-            except EngineDead:
-                return True
-            await asyncio.sleep(0.05)
-        return False
+                await asyncio.wait((probe,), timeout=0.05)
+                if probe.done():
+                    return probe.exception() is not None
+        except EngineDead:
+            return True
+        finally:
+            probe.cancel()
+        return True
 
     def facts(self) -> EngineFacts:
         """Known once `start` returned."""

@@ -1,0 +1,101 @@
+"""A whole fleet with a real engine, which loses that engine in the middle of a batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.registry import ModelVersion
+from tests.conftest import make_fleet_env
+from tests.engine.conftest import ANSWER_TOKENS, PROMPTS
+from tests.support.brokers import RedisBroker
+from tests.support.ports import wait_until
+from tests.support.processes import ROOT, Process, Processes
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
+
+
+def producers(env: dict[str, str], *argv: str) -> Any:
+    """A command that prints JSON."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "producers", *argv, "--json"],
+        env=base | env,
+        capture_output=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+def engine_process(worker: Process) -> psutil.Process:
+    return next(p for p in worker.children() if p.name().startswith("VLLM::EngineCor"))
+
+
+def test_answers_are_those_of_vllm_though_the_engine_ends_in_mid_batch(
+    redis_broker: RedisBroker,
+    processes: Processes,
+    tmp_path: Path,
+    demo_name: str,
+    demo_entry: ModelVersion,
+    direct_answers: dict[str, str],
+) -> None:
+    """Half of the requests are of /v1/responses, where an answer that was cut short calls itself completed."""
+    env = make_fleet_env(tmp_path, redis_broker.url, redis_broker.state_url)
+    # Few at a time, so that the batch lasts.
+    entry = {"source": demo_entry.source, "engine": demo_entry.engine | {"max_num_seqs": 4}}
+    models = {demo_name: entry | {"hardware": {"gpus": 0, "cpu_kv_gb": 0.25}}}
+    Path(env["BATCHMILL_MODELS"]).write_text(json.dumps({"default": demo_name, "models": models}))
+    env["BATCHMILL_INFERENCE_ENGINE"] = "vllm"
+    if folder := os.environ.get("BATCHMILL_INFERENCE_MODELS_DIR"):
+        env["BATCHMILL_INFERENCE_MODELS_DIR"] = folder
+    elif "BATCHMILL_HOME" in env:
+        del env["BATCHMILL_HOME"]
+    lines = []
+    for n, prompt in enumerate(PROMPTS):
+        chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        lines.append({"custom_id": f"chat-{n}", "body": chat})
+        response = {"input": prompt, "max_output_tokens": ANSWER_TOKENS, "temperature": 0}
+        lines.append({"custom_id": f"resp-{n}", "url": "/v1/responses", "body": response})
+    file = tmp_path / "batch.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    processes.coordinator(env)
+    worker = processes.worker(env, demo_name)
+    batch = producers(env, "submit", str(file), "--detach")["id"]
+    worker.wait_line("engine is ready", 200)
+    ended = engine_process(worker)
+
+    def some_done() -> bool:
+        counts = producers(env, "status", batch)["request_counts"]
+        return bool(0 < counts["completed"] < counts["total"])
+
+    wait_until(some_done, 60, "a part of the batch is done")
+    seen = len(worker.lines)
+    ended.send_signal(signal.SIGTERM)
+    worker.wait_line("exit 70", 30, after=seen)
+    worker.wait_line("engine is ready", 200, after=seen)
+    assert engine_process(worker).pid != ended.pid
+    done = producers(env, "watch", batch, "--output", str(tmp_path / "out"))
+    assert (done["status"], done["request_counts"]["completed"]) == ("completed", len(lines))
+
+    found = {}
+    for line in (tmp_path / "out" / "output.jsonl").read_text().splitlines():
+        result = json.loads(line)
+        answer = result["response"]["body"]
+        chat = result["custom_id"].startswith("chat-")
+        found[result["custom_id"]] = (
+            answer["choices"][0]["message"]["content"] if chat else answer["output"][-1]["content"][0]["text"]
+        )
+    wanted = {f"{kind}-{n}": direct_answers[p] for n, p in enumerate(PROMPTS) for kind in ("chat", "resp")}
+    assert found == wanted
+    assert list(found) == [line["custom_id"] for line in lines]
