@@ -105,13 +105,17 @@ test-needs:
 
 .PHONY: test
 test: test-needs model lint ## everything: linters, then all tests, with brokers, browser and a real engine
-	@$(BIN)/python -m pytest --cov=common --cov=producers --cov=workers --cov-report=term:skip-covered $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow' --cov=common --cov=producers --cov=workers --cov-report=term:skip-covered $(ARGS)
 
 .PHONY: test-unit test-fast
 test-unit: $(STAMPS)/dev ## unit tests alone: no broker, no engine
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 test-fast: test-needs $(STAMPS)/dev ## all tests that need no real engine
-	@$(BIN)/python -m pytest -m 'not engine' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not engine and not slow' $(ARGS)
+
+.PHONY: test-slow
+test-slow: test-needs $(STAMPS)/dev ## the tests that take a minute each
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 .PHONY: clean
 clean: ## remove .venv, caches and outputs of the demo (not the fleet's home, which holds batches)
