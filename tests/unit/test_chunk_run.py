@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -328,7 +329,9 @@ def test_a_broken_loop_is_a_death() -> None:
     async def leave() -> None:
         raise SystemExit(1)
 
-    thread.call(lambda: thread.loop.create_task(leave()))
+    tasks: list[asyncio.Task[None]] = []
+    thread.call(lambda: tasks.append(thread.loop.create_task(leave())))
     assert told.wait(5)
     assert deaths == ["its loop ended: SystemExit"]
+    assert isinstance(tasks[0].exception(), SystemExit)  # or asyncio logs, when it is collected, that nobody asked
     thread.stop(5)
