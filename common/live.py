@@ -119,7 +119,8 @@ class LiveState:
         pipe = self._redis.pipeline(transaction=False)
         for chunk_id in chunk_ids:
             pipe.set(f"bm:given_up:{chunk_id}", 1, ex=ttl_s)
-        pipe.execute()
+        if len(pipe):
+            pipe.execute()
 
     def given_up(self, chunk_id: str) -> bool:
         """True when the coordinator sends the chunk's requests in other chunks."""

@@ -33,6 +33,8 @@ from producers.coordinator.usage import add_usage, usage_of_part
 
 #: What a row gets whose worker ended the chunk without a word about it.
 NO_ANSWER = ("no_answer", "the worker gave no answer")
+#: Chunks given up that are remembered.
+_MOST_GIVEN_UP = 4096
 #: Result messages of one chunk whose gaps are watched.
 _MOST_MESSAGES = 1 << 14
 
@@ -143,6 +145,8 @@ class Book:
         self.batches: dict[str, Progress] = {}
         self.lanes: dict[str, Lane] = {}
         self.out: dict[str, Outstanding] = {}
+        #: Chunks that were lost in an engine, the latest last: workers are told to drop what is left of them.
+        self.given_up: dict[str, None] = {}
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -226,6 +230,10 @@ class Book:
         if chunk is None:
             return
         lane = self.lane(chunk.model)
+        if record.convict:
+            self.given_up[chunk.id] = None
+            if len(self.given_up) > _MOST_GIVEN_UP:
+                del self.given_up[next(iter(self.given_up))]
         for share, rows in self._open_shares(chunk):
             if not record.convict:
                 lane.retries.append(Retry(share.batch, rows, share.attempt, share.losses, share.alone, now))

@@ -39,8 +39,6 @@ class Core:
         self.look = threading.Event()
         #: Monotonic seconds of the last successful look at the live state.
         self.looked_at = 0.0
-        #: Chunks that workers must be told are given up.
-        self.given_up: set[str] = set()
         #: Batches that workers must be told are cancelled.
         self.cancelled: set[str] = set()
         #: Batches whose status file is out of date.
@@ -80,8 +78,6 @@ class Core:
                 return
             self.ledger.append(Type.LOST, encode(lost), {share.batch for share in chunk.shares})
             self.book.lost(lost, time.monotonic())
-            if lost.convict:
-                self.given_up.add(lost.chunk)
             metrics.CHUNKS_LOST.labels(model=chunk.model).inc()
         self.dispatch.set()
 

@@ -35,6 +35,8 @@ class LiveView:
         self._settings = settings
         self._live = live
         self._generation: str | None = None
+        #: Chunks of which Redis says that they are given up.
+        self._told: set[str] = set()
         self._connection: Connection | None = None
 
     def run(self) -> None:
@@ -58,14 +60,15 @@ class LiveView:
         core = self._core
         with core.lock:
             chunk_ids = [c.id for c in core.book.out.values() if c.published]
-            cancelled, given_up = set(core.cancelled), set(core.given_up)
+            cancelled = set(core.cancelled)
+            given_up = list(core.book.given_up)
         began = time.monotonic()
         try:
             for batch_id in cancelled:
                 self._live.mark_cancelled(batch_id)
-            if given_up:
-                self._live.give_up(given_up)
             generation = self._live.generation()
+            told = self._told if generation == self._generation else set()
+            self._live.give_up(c for c in given_up if c not in told)
             workers = self._live.workers()
             nodes: dict[str, str | None] = {}
             for start in range(0, len(chunk_ids), _AT_ONCE):
@@ -83,6 +86,7 @@ class LiveView:
             # Back after an outage, or wiped: leases come back as workers renew them.
             self._generation = generation
             core.hold(self._settings.scheduler.lease_s + losses.GRACE_S)
+        self._told = set(given_up)
         core.trouble("state_unreachable", "live", False)
         with core.lock:
             if workers != core.workers:
@@ -91,7 +95,6 @@ class LiveView:
                 if served or workers == []:
                     core.dirty.update(core.book.batches)
                 core.dispatch.set()
-            core.given_up -= given_up
             losses.see_leases(core.book, nodes, time.monotonic(), {w.node: w.pid for w in workers})
             # Marked anew each time until the batch has ended, since Redis may be wiped.
             core.cancelled &= set(core.book.batches)
@@ -119,7 +122,7 @@ class LiveView:
             log.warning("chunk_lost", chunk=verdict.chunk, had_lease=verdict.convict, node=node)
             if not core.while_disk_full(functools.partial(core.lose, verdict)):
                 return
-        if core.given_up:
+        if lost:
             core.look.set()
 
     def _watch_memory(self) -> None:

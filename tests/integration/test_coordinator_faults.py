@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from common import settings as settings_module
+from common.live import LiveState
 from common.messages import Kind, Row, infer_queue
 from common.settings import Settings
 from common.store import Store, open_store
@@ -129,6 +130,27 @@ def test_a_request_that_ends_every_engine_is_found_and_costs_one_result(settings
     error = next(lines(store, batch, "errors.jsonl"))["error"]
     assert error["code"] == "engine_crash"
     assert 3 <= crashes <= 20
+
+
+def test_what_was_given_up_is_told_again_after_a_restart_and_a_wipe(
+    settings: Settings, store: Store, broker: Broker
+) -> None:
+    make_batch(store, 12)
+    live = LiveState(settings)
+    with coordinating(settings, store) as running:
+        doomed = FakeWorker(settings)
+        doomed.gate.clear()
+        assert doomed.holding.wait(10)
+        chunk = doomed.taken[0].id
+        doomed.crash()
+        wait_until(lambda: chunk in running.core.book.given_up, 20, "the chunk is lost")
+        wait_until(lambda: live.given_up(chunk), 10, "workers are told")
+        broker.wipe_state()
+        wait_until(lambda: live.given_up(chunk), 10, "workers are told again")
+    broker.wipe_state()
+    with coordinating(settings, store):
+        wait_until(lambda: live.given_up(chunk), 10, "workers are told by the next coordinator")
+    live.close()
 
 
 class Poisoned(Exception):
