@@ -22,9 +22,9 @@ from common.logs import get
 from common.messages import QUEUE_DEAD, Kind, Results, decode_results, kinds, lengths, results_queue
 from common.settings import Settings
 from producers.coordinator.backoff import Reconnect
-from producers.coordinator.book import Outcome
 from producers.coordinator.broker_calls import BrokerTrouble, broker_calls, let_go
 from producers.coordinator.core import Core
+from producers.coordinator.lanes import Outcome
 from producers.coordinator.losses import GRACE_S
 from producers.coordinator.records import Evidence, Type, encode
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from producers.coordinator.book import Book, Outstanding
+from producers.coordinator.book import Book
+from producers.coordinator.lanes import Outstanding
 from producers.coordinator.records import Lost
 
 #: Seconds a worker's lease may be missing before it counts as lapsed: its last results are on their way.

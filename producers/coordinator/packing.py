@@ -17,7 +17,8 @@ import numpy.typing as npt
 from common.live import WorkerFacts
 from common.settings import Scheduler
 from producers.batch import Batch
-from producers.coordinator.book import Book, Lane, Retry
+from producers.coordinator.book import Book
+from producers.coordinator.lanes import Lane, Retry
 from producers.coordinator.records import Exhausted, pack_positions
 from producers.coordinator.row_states import Positions
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import threading
 import time
+from collections.abc import Iterator
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -391,6 +395,30 @@ def test_a_full_ledger_disk_stops_and_goes_on(
         wait_status(store, batch, "completed")
     assert status_of(store, batch).reason is None
     check_outputs(store, batch)
+
+
+def test_a_full_store_delays_the_outputs(fast: Settings, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = threading.Event()
+    full.set()
+    real = LocalStore.open_write
+
+    @contextlib.contextmanager
+    def open_write(self: LocalStore, path: str) -> Iterator[BinaryIO]:
+        with real(self, path) as file:
+            yield file
+            if path.endswith("output.jsonl") and full.is_set():
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalStore, "open_write", open_write)
+    batch, other = make_batch(store, 100), make_batch(store, 100)
+    with coordinating(fast, store), FakeWorker(fast):
+        for one in (batch, other):
+            wait_until(lambda one=one: status_of(store, one).reason == "disk_full", 20, "it says so")  # type: ignore[misc]
+            assert status_of(store, one).status == "finalizing"
+        full.clear()
+        for one in (batch, other):
+            assert wait_status(store, one, "completed").reason is None
+            check_outputs(store, one)
 
 
 def test_rows_whose_record_is_damaged_before_assembly_are_answered_again(fast: Settings, store: Store) -> None:

@@ -1,0 +1,110 @@
+"""What is out, what must be sent again, and which batches of a model version take turns. Plain data."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from common.messages import Failure
+from producers.coordinator.progress import Progress
+from producers.coordinator.row_states import Positions
+
+
+@dataclass(slots=True)
+class Share:
+    """What a chunk that is out holds of one batch (rows whose failed attempt came back are taken out)."""
+
+    batch: str
+    positions: Positions
+    attempt: int
+    losses: int
+    alone: int
+
+
+class Done(NamedTuple):
+    """What the last message of a chunk said."""
+
+    node: str
+    seq: int
+    failure: Failure | None
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A chunk that is out."""
+
+    id: str
+    model: str
+    #: Chunks of a model version are numbered as they are sent.
+    order: int
+    #: Monotonic seconds.
+    sent_at: float
+    shares: list[Share]
+    #: False until the broker confirmed it.
+    published: bool
+    #: Monotonic seconds when a worker was last seen to hold it.
+    leased_at: float | None = None
+    #: Monotonic seconds since when a lease that was there is missing.
+    unleased_since: float | None = None
+    #: Who holds it, and which life of it (its pid).
+    node: str | None = None
+    pid: int | None = None
+    #: How often it went from one worker's life to another's without having been lost in between.
+    moves: int = 0
+    #: Monotonic seconds since when it looks as if its message was lost in the queue.
+    missing_since: float | None = None
+    #: Result messages that came, a bit for each `seq`, by node.
+    seen: dict[str, int] = field(default_factory=dict)
+    #: The last message, when it came before an earlier one, and when (monotonic seconds).
+    done: Done | None = None
+    done_at: float = 0.0
+
+    @property
+    def losses(self) -> int:
+        """Chunks lost with these rows in the engine."""
+        return max((share.losses for share in self.shares), default=0)
+
+
+@dataclass(slots=True)
+class Retry:
+    """Rows to be sent again."""
+
+    batch: str
+    positions: Positions
+    attempt: int
+    losses: int
+    alone: int
+    #: Monotonic seconds before which they are not sent.
+    not_before: float
+    #: What becomes of them when attempts are used up; an empty code: their last error line stands.
+    code: str = ""
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Lane:
+    """One model version: its batches in turn, and what it has to send again."""
+
+    model: str
+    turn: deque[str] = field(default_factory=deque)
+    retries: list[Retry] = field(default_factory=list)
+    next_order: int = 0
+    #: Highest order that a worker was seen to hold.
+    leased_order: int = -1
+    #: Monotonic seconds since when there is less to send than a full chunk.
+    partial_since: float | None = None
+
+
+class Outcome:
+    """What a result message changed."""
+
+    __slots__ = ("duplicates", "settled", "touched", "unknown")
+
+    def __init__(self) -> None:
+        #: Batches that changed.
+        self.touched: list[Progress] = []
+        self.settled = 0
+        self.duplicates = 0
+        #: Results of batches that are ended or not ours.
+        self.unknown = 0
