@@ -1,4 +1,4 @@
-"""A request that kills every worker it meets, with real workers: it costs one result, and nobody else's."""
+"""A request that kills every worker it meets, with real workers: it costs one result, its own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import pytest
 
 from common import registry
 from common import settings as settings_module
+from common.live import LiveState
+from common.messages import Kind, infer_queue
+from common.settings import Settings
 from common.store import open_store
 from producers import intake
 from producers.intake import Options
 from tests.conftest import ECHO_MODEL
+from tests.support.brokers import Broker
+from tests.support.chunks import Dispatch, StartWorker, chat, make_chunk
 from tests.support.coordinators import coordinating, lines, status_of, wait_status
 from tests.support.ports import wait_until
 from tests.support.processes import Processes
@@ -46,3 +51,19 @@ def test_a_request_that_kills_workers_costs_one_result(fleet_env: dict[str, str]
     assert error["custom_id"] == "r2"
     assert error["error"]["code"] == "engine_crash"
     assert 3 < workers < 16
+
+
+def test_a_worker_drops_what_the_coordinator_gave_up(
+    broker: Broker, fleet_settings: Settings, dispatch: Dispatch, start_worker: StartWorker
+) -> None:
+    given_up, other = make_chunk([chat("a")], ECHO_MODEL), make_chunk([chat("b")], ECHO_MODEL)
+    live = LiveState(fleet_settings)
+    live.give_up([given_up.id])
+    assert not live.given_up(other.id)
+    live.close()
+    dispatch.send(given_up)
+    dispatch.send(other)
+    start_worker()
+    assert dispatch.wait(other).kinds() == {0: Kind.OUTPUT}
+    broker.wait_depth(infer_queue(ECHO_MODEL), ready=0, unacked=0)
+    assert dispatch.of(given_up).messages == []
