@@ -33,9 +33,22 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="NAME[@VERSION]", help="Else the first request's, else the default."),
 ]
+
+
+def _folder(text: str) -> Path:
+    """A folder that can be meant: `--output "$UNSET"` would fill the working folder, and `-` is no stdout here."""
+    if not text:
+        raise typer.BadParameter("is empty; name a folder")
+    if text == "-":
+        raise typer.BadParameter("must be a folder; 'producers results ID --output -' writes to stdout")
+    return Path(text)
+
+
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="DIR", help="Folder of the outputs. (default: ./batchmill-out/ID)"),
+    typer.Option(
+        "--output", "-o", metavar="DIR", parser=_folder, help="Folder of the outputs. (default: ./batchmill-out/ID)"
+    ),
 ]
 MaxTokensOption = Annotated[
     int | None,

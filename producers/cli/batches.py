@@ -13,6 +13,8 @@ from common.store import Store
 from producers.batch_view import BatchView, ask_cancel, look, recent
 from producers.cli import say, surroundings, wording
 
+#: Columns that a list needs for ids that are whole.
+NARROWEST = 80
 #: Columns that everything but the name takes at most.
 _BESIDE_NAME = 68
 _COLOURS = {"completed": "green", "failed": "red", "cancelled": "yellow", "expired": "yellow"}
@@ -35,7 +37,9 @@ def show(*, limit: int | None, as_json: bool) -> int:
     if as_json:
         say.json({"object": "list", "data": found})
     elif found:
-        say.render(listing(found, time.time(), say.console().width))
+        # A narrower terminal wraps the lines: an id that was cut could not be copied.
+        width = max(NARROWEST, say.console().width)
+        say.render(listing(found, time.time(), width), width=width)
     else:
         say.err(f"no batches in {store.url}")
     return 0
@@ -122,7 +126,7 @@ def _took(seen: BatchView, now: float) -> str | None:
         return None
     span = (seen.finished_at or now) - seen.started_at
     speed = f" ({wording.rate(seen.answered / span, 'requests/s')})" if span > 0 and seen.answered else ""
-    return f"{wording.duration(span)}{speed}"
+    return f"{wording.took(span)}{speed}"
 
 
 def _store() -> Store:

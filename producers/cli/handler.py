@@ -37,8 +37,9 @@ def guard(name: str, call: Callable[[], Any]) -> int:
         return exc.code if isinstance(exc.code, int) else exits.BUG
     except Exception as exc:
         usage = getattr(exc, "format_message", None)
-        if usage is not None:  # the parser's own errors: an unknown option, a missing argument
-            return _tell(name, f"{_sentence(usage())} (see {_help_of(exc, name)})", exits.INVALID)
+        if usage is not None:  # the parser's own errors: an unknown option, a missing argument, no command at all
+            said = _sentence(usage()) or "a command is missing"
+            return _tell(name, f"{said} (see {_help_of(exc, name)})", exits.INVALID)
         _tell(name, f"unexpected {type(exc).__name__}: {exc}; this is a bug", exits.BUG)
         if os.environ.get(DEBUG) != "1":
             say.err(f"{name}: set {DEBUG}=1 and run it again to see the traceback")

@@ -46,6 +46,8 @@ def so_far(store: Store, settings: Settings, seen: BatchView) -> Iterator[bytes]
 
 def target_of(output: str | None, batch_id: str) -> Path:
     """The folder to put outputs into, which can be written."""
+    if output == "":
+        raise UsageError("--output is empty; name a folder, or - for stdout")
     target = Path(output) if output is not None else default_folder(batch_id)
     outputs.check_folder(target)
     return target

@@ -74,9 +74,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else _columns(), highlight=False, soft_wrap=False)
 
 
-def render(what: RenderableType) -> None:
-    """A rich table or text to stdout, with colours only on a terminal."""
+def render(what: RenderableType, *, width: int | None = None) -> None:
+    """A rich table or text to stdout, with colours only on a terminal; as wide as that, or as `width`."""
     screen = console()
+    if width is not None:
+        screen.width = width
     with screen.capture() as captured:
         screen.print(what)
     out("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -15,7 +15,7 @@ from producers.batch_view import BatchView, look
 from producers.cli import exits, say, surroundings, wording
 from producers.cli.reading import reading
 from producers.cli.validate import refusals_told
-from producers.cli.watch import default_folder, running_fleet, tell, to_the_end
+from producers.cli.watch import default_folder, output_again, running_fleet, tell, to_the_end
 from producers.intake import Options
 from producers.outputs import check_folder
 from producers.reachability import check_fleet
@@ -93,7 +93,7 @@ def let_go(seen: BatchView, wish: Wish) -> int:
     if wish.as_json:
         tell(seen, None, as_json=True)
     else:
-        where = f" --output {wish.output}" if wish.output is not None else ""
+        where = output_again(wish.output)
         say.out(seen.id)
         say.err(f"  follow it    producers watch {seen.id}{where}")
         say.err(f"  its answers  producers results {seen.id}{where}")

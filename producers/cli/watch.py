@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,9 +111,14 @@ def tell(seen: BatchView, outputs: Outputs | None, *, as_json: bool) -> None:
     say.out("\n".join(said))
 
 
+def output_again(named: Path | None) -> str:
+    """The option that names the same folder again, to be pasted into a shell."""
+    return f" --output {shlex.quote(str(named))}" if named is not None else ""
+
+
 def way_back(batch_id: str, named: Path | None) -> None:
     """How to come back to a batch that is no longer followed."""
-    where = f" --output {named}" if named else ""
+    where = output_again(named)
     say.err(f"\nNo longer following; {batch_id} goes on.")
     say.err(f"  come back   producers watch {batch_id}{where}")
     say.err(f"  cancel it   producers cancel {batch_id}")

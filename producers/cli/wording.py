@@ -63,6 +63,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def took(seconds: float) -> str:
+    """What something took in the end: `6.3 s`, `12:34`."""
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
+
+
 def ago(seconds: float) -> str:
     """`12 s`, `5 min`, `3 h`, `9 d`."""
     for span, unit in ((86400, "d"), (3600, "h"), (60, "min")):
@@ -111,7 +116,7 @@ def ending(seen: BatchView) -> str:
     text = f"{seen.id} {status(seen)}: {counts.completed:,} answered, {counts.failed:,} failed"
     if seen.started_at is not None and seen.finished_at is not None:
         span = seen.finished_at - seen.started_at
-        text += f" in {span:.1f} s" if span < 60 else f" in {duration(span)}"
+        text += f" in {took(span)}"
     why = reason(seen)
     return f"{text}; {why}" if why else text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from common.errors import InvalidInput, Unreachable, UsageError
 from common.store import LocalStore
 from producers.cli import exits, say
 from producers.cli.handler import guard, run
+from producers.cli.watch import way_back
 from tests.support import stored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +101,10 @@ def test_the_outcome_of_a_batch_is_the_code(status: str, failed: int, code: int)
         (["cancel", "batch_01k00000000000000000000000"], "no batch"),
         (["watch", "batch_01k00000000000000000000000"], "no batch"),
         (["--config", "/nonexistent.yaml", "list"], "/nonexistent.yaml: cannot be read"),
+        (["submit", "x", "--output", ""], "'-o': is empty"),
+        (["submit", "x", "--output", "-"], "'-o': must be a folder"),
+        (["watch", "batch_01k00000000000000000000000", "-o", ""], "'-o': is empty"),
+        (["watch", "batch_01k00000000000000000000000", "-o", "-"], "'-o': must be a folder"),
     ],
 )
 def test_wrong_usage_is_two_and_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +114,41 @@ def test_wrong_usage_is_two_and_one_line(argv: list[str], says: str, capsys: pyt
     assert shown.err.startswith("producers: error: ")
     assert shown.err.count("\n") == 1
     assert says in shown.err
+
+
+@pytest.mark.parametrize("argv", [[], ["fleet"]])
+def test_a_missing_command_is_named_below_the_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argv) == exits.INVALID
+    shown = capsys.readouterr()
+    assert "Commands" in shown.out
+    assert shown.err == f"producers: error: a command is missing (see {' '.join(['producers', *argv])} --help)\n"
+
+
+def test_an_empty_output_is_no_folder_for_results(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = stored.batch(store)
+    stored.status(store, batch, "completed", 10)
+    stored.outputs(store, batch, set())
+    assert run(["results", batch.id, "--output", ""]) == exits.INVALID
+    assert "--output is empty" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_gets_whole_ids(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = stored.batch(store, requests=1_000_000, name="name " * 20)
+    stored.status(store, batch, "in_progress", 999_999, 1)
+    for columns in ("1", "40", "79", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert run(["list"]) == exits.ANSWERED
+        shown = capsys.readouterr().out.splitlines()[1].split()
+        assert shown[:6] == [batch.id, "in", "progress", "100%", "1.0M", "1"]
+
+
+def test_the_way_back_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("out", "my out", "$(reboot)", "it's"):
+        way_back("batch_1", Path(folder))
+        told = next(line for line in capsys.readouterr().err.splitlines() if "come back" in line)
+        assert shlex.split(told)[2:] == ["producers", "watch", "batch_1", "--output", folder]
 
 
 def test_a_store_that_cannot_be_opened_is_three(

@@ -28,6 +28,16 @@ def test_durations(seconds: float, text: str) -> None:
     assert wording.duration(seconds) == text
 
 
+@pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (6.25, "6.2 s"), (61, "1:01"), (3723, "1:02:03")])
+def test_a_time_taken_reads_the_same_wherever_it_is_told(seconds: float, text: str, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    of = stored.batch(store)
+    status = stored.status(store, of, "completed", started_at=stored.NOW, finished_at=stored.NOW + seconds)
+    seen = view(of, status, None)
+    assert wording.ending(seen).endswith(f" in {text}")
+    assert any(line.split()[:1] == ["took"] and text in line for line in _lines(card(seen, stored.NOW)))
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(3, "3 s"), (119, "119 s"), (300, "5 min"), (9000, "2 h"), (9e5, "10 d")]
 )
