@@ -41,6 +41,9 @@ CHUNK_SECONDS = Histogram(
 )
 RESULTS_SENT = Counter("batchmill_results_sent", "Results published and confirmed.", ["model", "kind"])
 TOKENS = Counter("batchmill_tokens", "Tokens of answered requests.", ["model", "type"])
+CACHE_HITS = Counter("batchmill_cache_hits", "Requests that the result cache answered.")
+CACHE_MISSES = Counter("batchmill_cache_misses", "Requests looked up in the result cache in vain.")
+CACHE_FAILURES = Counter("batchmill_cache_failures", "Times the result cache did not answer.")
 DRAINING = Gauge("batchmill_draining", "1 while this worker finishes what it has and takes nothing new.", ["model"])
 
 CATALOGUE = (
@@ -61,6 +64,9 @@ CATALOGUE = (
     CHUNK_SECONDS,
     RESULTS_SENT,
     TOKENS,
+    CACHE_HITS,
+    CACHE_MISSES,
+    CACHE_FAILURES,
     DRAINING,
 )
 

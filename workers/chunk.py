@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable
 
 from common.lines import encode_marks
-from common.messages import VERSION, Chunk, Failure, Results, Row
+from common.messages import VERSION, Chunk, Failure, Kind, Results, Row
 from common.urls import URLS
 from workers.abort import Abort
 from workers.attempt import Tried
+from workers.cache.memory import Memory
 from workers.engine.base import Answer, BulkEngine, EngineDead
 from workers.engine_thread import EngineThread
 from workers.lane import Lane
@@ -46,6 +47,7 @@ class ChunkWork:
         self._left = len(self._rows)
         self._done: deque[Done] = deque()
         self._bulk: list[Answer] = []
+        self._bulk_rows: list[int] = []
         self._count = 0
         self._bytes = 0
         self._news = threading.Event()
@@ -56,11 +58,27 @@ class ChunkWork:
 
     def start(self) -> None:
         """Let the rows in."""
+        if self._left == 0:
+            self._news.set()
+            return
         bulk = getattr(self._thread.engine, "infer_bulk", None)
-        if bulk is None or not self._rows:
+        if bulk is None:
             self._thread.call(self._begin)
         else:
             self._thread.submit(self._begin_bulk(self._thread.engine))  # type: ignore[arg-type]
+
+    def rows(self) -> list[tuple[int, Row]]:
+        """Every row with the number of its slice."""
+        return self._rows
+
+    def answered(self, row: int, body: bytes) -> None:
+        """Before `start`: this row needs no engine, the result cache has its answer."""
+        part, wanted = self._rows[row]
+        outcome = judge(wanted.url, 200, body)
+        if outcome.kind is Kind.OUTPUT:
+            self._open[row] = 0
+            self._left -= 1
+            self._done.append(Done(part, wanted, Tried(200, body, outcome), cached=True))
 
     def abort(self, reason: Abort) -> None:
         """Give up what is not finished. The first reason stands."""
@@ -106,7 +124,8 @@ class ChunkWork:
 
     def _judge_bulk(self) -> None:
         answers, self._bulk = self._bulk, []
-        for (part, row), answer in zip(self._rows, answers, strict=True):
+        for number, answer in zip(self._bulk_rows, answers, strict=True):
+            part, row = self._rows[number]
             tried = Tried(answer.status, answer.body, judge(row.url, answer.status, answer.body))
             self._done.append(Done(part, row, tried))
 
@@ -134,13 +153,13 @@ class ChunkWork:
 
     def _begin(self) -> None:
         self._lane.enter(self, range(len(self._rows)))
-        if not self._rows:
-            self._news.set()
 
     async def _begin_bulk(self, engine: BulkEngine) -> None:
+        self._bulk_rows = [number for number, wanted in enumerate(self._open) if wanted]
+        asked = [(URLS[row.url], row.body) for row in (self._rows[number][1] for number in self._bulk_rows)]
         try:
             async with asyncio.timeout(self.timeout_s):
-                answers = await engine.infer_bulk([(URLS[row.url], row.body) for _, row in self._rows])
+                answers = await engine.infer_bulk(asked)
         except EngineDead as exc:
             self._thread.report_death(str(exc))
         except Exception:
@@ -166,7 +185,14 @@ class ChunkWork:
 class ChunkRun:
     """Runs a chunk to its end in the calling thread. `send(results)` returns when the broker confirmed them."""
 
-    def __init__(self, chunk: Chunk, work: ChunkWork, node: str, send: Callable[[Results], None]) -> None:
+    def __init__(
+        self,
+        chunk: Chunk,
+        work: ChunkWork,
+        node: str,
+        send: Callable[[Results], None],
+        memory: Memory | None = None,
+    ) -> None:
         self.chunk = chunk
         self.work = work
         self._node = node
@@ -174,7 +200,11 @@ class ChunkRun:
         self._seq = 0
         self._began = time.monotonic()
         self._batches = [s.batch for s in chunk.slices]
-        self._marks = [encode_marks(chunk.model, s.attempt) for s in chunk.slices]
+        self._memory = memory
+        self._marks = [
+            (encode_marks(chunk.model, s.attempt), encode_marks(chunk.model, s.attempt, cached=True))
+            for s in chunk.slices
+        ]
 
     @property
     def batches(self) -> set[str]:
@@ -183,6 +213,8 @@ class ChunkRun:
 
     def run(self) -> Abort | None:
         """Send every result, the last message with `done`; returns why it was given up, if it was."""
+        if self._memory is not None:
+            self._memory.recall(self.work)
         self.work.start()
         flushed = time.monotonic()
         while True:
@@ -225,3 +257,5 @@ class ChunkRun:
         )
         self._seq += 1
         self._send(results)
+        if self._memory is not None:
+            self._memory.keep(taken)

@@ -24,6 +24,9 @@ from common.settings import Settings
 from common.urls import URLS
 from workers import parent
 from workers.abort import Abort
+from workers.cache.key import key_space
+from workers.cache.memory import Memory
+from workers.cache.result_cache import ResultCache
 from workers.chunk import ChunkRun, ChunkWork
 from workers.engine import loader
 from workers.engine.base import EngineStats
@@ -80,6 +83,10 @@ class Node:
         #: Chunks that have ended so far.
         self.ended = 0
         self._answered: OrderedDict[str, None] = OrderedDict()
+        self._space = b""
+        self._cache = ResultCache(settings) if settings.cache.url else None
+        if self._cache is not None:
+            self._cache.check()
         self._lock = threading.Lock()
         self._started_at = time.time()
         self.leases = Leases(
@@ -110,6 +117,9 @@ class Node:
     def open_lane(self) -> None:
         """The engine is ready: let requests in."""
         self._lane = Lane(self.thread, self._low)
+        facts = self.thread.engine.facts()
+        answers = {"digest": facts.detail.get("digest", ""), "dtype": facts.detail.get("dtype", "")}
+        self._space = key_space(self.model, answers | {"max_model_len": facts.max_model_len, "engine": facts.engine})
         self.state = "ready"
 
     def stats(self) -> EngineStats:
@@ -172,6 +182,8 @@ class Node:
         """Stop everything; may be called again."""
         self.outbox.close()
         self.leases.close()
+        if self._cache is not None:
+            self._cache.close()
         if not self.thread.stop(STOP_S):
             die("the engine did not stop")
 
@@ -200,7 +212,9 @@ class Node:
     def _run(self, chunk: Chunk, rows: list[list[Row]]) -> tuple[Ending, str]:
         assert self._lane is not None
         work = ChunkWork(chunk, rows, self.thread, self._lane)
-        run = ChunkRun(chunk, work, self.name, lambda results: self._send(chunk.reply_to, results))
+        run = ChunkRun(
+            chunk, work, self.name, lambda results: self._send(chunk.reply_to, results), self._memory_for(chunk)
+        )
         self.runs[chunk.id] = run
         self.leases.claim()
         count = sum(len(part) for part in rows)
@@ -236,6 +250,11 @@ class Node:
             case Abort.EXPIRED:
                 return Ending.DONE, "too late"
         return Ending.DONE, f"requests={count}"
+
+    def _memory_for(self, chunk: Chunk) -> Memory | None:
+        if self._cache is None or chunk.cache == "off":
+            return None
+        return Memory(self._cache, self._space, read=chunk.cache != "write", write=chunk.cache != "read")
 
     def _send(self, queue: str, results: Results) -> None:
         self.outbox.publish(queue, self._results.seal(queue, encode(results)))

@@ -32,6 +32,8 @@ class Done(NamedTuple):
     part: int
     row: Row
     tried: Tried
+    #: The result cache had it.
+    cached: bool = False
 
 
 class _Columns:
@@ -45,17 +47,20 @@ class _Columns:
         self.usage = Usage()
 
 
-def parts(done: list[Done], batches: list[str], marks: list[bytes], timeout_s: float) -> list[Part]:
-    """The parts of one message out of finished rows; `batches` and `marks` (encoded `Marks`) are per slice."""
+def parts(done: list[Done], batches: list[str], marks: list[tuple[bytes, bytes]], timeout_s: float) -> list[Part]:
+    """The parts of one message out of finished rows.
+
+    `batches` and `marks` are per slice; `marks` is the encoded `Marks` of an engine's answer and of a cached one.
+    """
     found: dict[str, _Columns] = {}
-    for at, row, given in done:
+    for at, row, given, cached in done:
         tried = given if len(given.body) <= MAX_ANSWER_BYTES else _TOO_LARGE
         batch = batches[at]
         columns = found.get(batch)
         if columns is None:
             columns = found[batch] = _Columns()
         outcome = tried.outcome
-        line = _line(batch, row, tried, marks[at], timeout_s)
+        line = _line(batch, row, tried, marks[at][cached], timeout_s)
         columns.pos.append(row.pos)
         columns.kind.append(outcome.kind)
         columns.length.append(len(line))
@@ -65,6 +70,7 @@ def parts(done: list[Done], batches: list[str], marks: list[bytes], timeout_s: f
             usage.prompt_tokens += outcome.prompt_tokens
             usage.completion_tokens += outcome.completion_tokens
             usage.cached_tokens += outcome.cached_tokens
+            usage.cache_hits += cached
     return [
         Part(
             batch=batch,

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from common.errors import UsageError
 from common.messages import Row
 from common.registry import Registry
 from common.settings import Settings
@@ -87,6 +88,7 @@ def _earlier(store: Store, options: Options) -> Batch | None:
 def _submit(
     source: Source, store: Store, settings: Settings, registry: Registry, options: Options, progress: Progress | None
 ) -> Batch:
+    cache = cache_mode(options, settings)
     rules = Rules(settings, registry, options.model, options.max_tokens_default)
     with Spool(store) as spool:
         # Beside the batch, not in a /tmp that may be memory.
@@ -118,10 +120,20 @@ def _submit(
                 name=options.name,
                 metadata=dict(options.metadata),
                 timeout_s=options.timeout_s or settings.inference.request_timeout_s,
-                cache=options.cache or settings.cache.mode,
+                cache=cache,
                 idempotency_key=options.idempotency_key,
             )
         )
+
+
+def cache_mode(options: Options, settings: Settings) -> str:
+    """The batch's use of the result cache; `UsageError` when it wants one and none is configured."""
+    mode = options.cache or settings.cache.mode
+    if mode != "off" and not settings.cache.url:
+        raise UsageError(
+            f"cache: '{mode}' needs a Redis server of the cache's own: set cache.url (BATCHMILL_CACHE_URL)"
+        )
+    return mode
 
 
 @contextlib.contextmanager

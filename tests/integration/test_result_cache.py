@@ -1,0 +1,155 @@
+"""The result cache on real Redis servers: answers come back, nothing else changes, and its troubles are nobody's."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UsageError
+from common.settings import load
+from tests.conftest import ECHO_MODEL
+from tests.support.brokers import RedisServer, redis_server
+from tests.support.ports import wait_until
+from tests.support.processes import ROOT, Processes
+from workers.cache.result_cache import ResultCache
+
+
+@pytest.fixture
+def cache_server(tmp_path: Path) -> Iterator[RedisServer]:
+    folder = tmp_path / "cache-redis"
+    folder.mkdir()
+    with redis_server(folder) as server:
+        yield server
+
+
+def with_cache(env: dict[str, str], server: RedisServer, **more: str) -> dict[str, str]:
+    return env | {"BATCHMILL_CACHE_URL": f"redis://127.0.0.1:{server.port}/0", "BATCHMILL_CACHE_MODE": "on"} | more
+
+
+def submit(processes: Processes, env: dict[str, str], source: Path, out: Path, *options: str) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "producers", "submit", str(source), "--output", str(out), "--json", *options]
+    run = processes.start("submit", argv, env)
+    assert run.wait(90) == 0, run.text
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_bytes())
+    return summary
+
+
+def answers(out: Path) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "output.jsonl").read_text().splitlines()]
+    return {line["custom_id"]: line for line in lines}
+
+
+def write(path: Path, temperatures: list[float]) -> Path:
+    with path.open("w") as file:
+        for number, temperature in enumerate(temperatures):
+            body = {"prompt": f"p{number}", "max_tokens": 4, "temperature": temperature, "user": path.name}
+            file.write(json.dumps({"custom_id": f"c{number}", "body": body}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("latency", ["0", "5"])
+def test_the_second_time_it_answers_what_is_determined(
+    tmp_path: Path, fleet_env: dict[str, str], processes: Processes, cache_server: RedisServer, latency: str
+) -> None:
+    """With no latency the engine answers in bulk, else one by one."""
+    env = with_cache(fleet_env, cache_server, BATCHMILL_ECHO_LATENCY_MS=latency)
+    processes.coordinator(env)
+    processes.worker(env, ECHO_MODEL)
+    temperatures = [0.0] * 40 + [1.0] * 10
+    first = submit(processes, env, write(tmp_path / "a.jsonl", temperatures), tmp_path / "one")
+    assert first["usage"]["cache_hits"] == 0
+    client = cache_server.client(0)
+    wait_until(lambda: client.dbsize() == 40, 10, "the answers are written")
+    assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
+    second = submit(processes, env, write(tmp_path / "b.jsonl", temperatures), tmp_path / "two")
+    assert second["usage"]["cache_hits"] == 40
+    one, two = answers(tmp_path / "one"), answers(tmp_path / "two")
+    assert list(one) == list(two) == [f"c{n}" for n in range(50)]
+    for number in range(50):
+        mine, again = one[f"c{number}"], two[f"c{number}"]
+        assert again["batchmill"].get("cached", False) is (number < 40)
+        if number < 40:
+            assert mine["response"]["body"] == again["response"]["body"]
+    off = submit(processes, env, tmp_path / "b.jsonl", tmp_path / "three", "--cache", "off")
+    assert off["usage"]["cache_hits"] == 0
+    client.close()
+
+
+def test_a_cache_that_hangs_or_dies_stops_nobody(
+    tmp_path: Path, fleet_env: dict[str, str], processes: Processes, cache_server: RedisServer
+) -> None:
+    env = with_cache(fleet_env, cache_server)
+    processes.coordinator(env)
+    worker = processes.worker(env, ECHO_MODEL)
+    source = write(tmp_path / "a.jsonl", [0.0] * 20)
+    submit(processes, env, source, tmp_path / "one")
+    cache_server.pause()
+    submit(processes, env, source, tmp_path / "two")
+    assert len(answers(tmp_path / "two")) == 20
+    cache_server.resume()
+    cache_server.kill()
+    submit(processes, env, source, tmp_path / "three")
+    assert len(answers(tmp_path / "three")) == 20
+    assert "Traceback" not in worker.text
+
+
+def test_a_cache_beside_the_broker_is_refused(
+    fleet_env: dict[str, str], processes: Processes, cache_server: RedisServer
+) -> None:
+    env = fleet_env | {"BATCHMILL_CACHE_URL": fleet_env["BATCHMILL_STATE_URL"]}
+    worker = processes.worker(env, ECHO_MODEL, "--no-supervisor")
+    assert worker.wait(60) == 2
+    assert "cache.url" in worker.text
+    assert "Traceback" not in worker.text
+
+
+def test_more_capacity_than_the_machine_has_is_refused(fleet_env: dict[str, str], cache_server: RedisServer) -> None:
+    cache = ResultCache(load(env=with_cache(fleet_env, cache_server, BATCHMILL_CACHE_CAPACITY_GB="100000")))
+    try:
+        with pytest.raises(UsageError, match=r"cache\.capacity_gb"):
+            cache.check()
+    finally:
+        cache.close()
+
+
+def test_old_entries_make_room(fleet_env: dict[str, str], cache_server: RedisServer) -> None:
+    cache = ResultCache(load(env=with_cache(fleet_env, cache_server, BATCHMILL_CACHE_CAPACITY_GB="0.02")))
+    cache.check()
+    for number in range(2000):
+        cache.put(b"%032d" % number, random.randbytes(20_000))
+    cache.close()
+    with cache_server.client(0) as client:
+        memory: Any = client.info("memory")
+        assert int(memory["used_memory"]) <= 1.2 * int(memory["maxmemory"])
+        stats: Any = client.info("stats")
+        assert int(stats["evicted_keys"]) > 0
+        assert client.exists(b"bm:cache:" + b"%032d" % 1999)
+
+
+def test_a_failing_server_is_left_alone_for_a_while(fleet_env: dict[str, str], cache_server: RedisServer) -> None:
+    cache = ResultCache(load(env=with_cache(fleet_env, cache_server)))
+    cache_server.pause()
+    assert cache.get([b"k" * 32]) == {}
+    began = time.monotonic()
+    for _ in range(100):
+        assert cache.get([b"k" * 32]) == {}
+    assert time.monotonic() - began < 0.2
+    cache_server.resume()
+    cache.close()
+
+
+def test_a_wish_for_a_cache_that_is_not_there_is_one_line(tmp_path: Path, fleet_env: dict[str, str]) -> None:
+    source = write(tmp_path / "a.jsonl", [0.0])
+    argv = [sys.executable, "-m", "producers", "submit", str(source), "--cache", "on", "--detach"]
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)} | fleet_env
+    run = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode in (2, 3)
+    assert "Traceback" not in run.stderr
