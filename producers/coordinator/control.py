@@ -288,4 +288,7 @@ class Control:
                 return name
         if not progress.sendable or core.workers is None:
             return None
-        return None if any(w.model == progress.batch.model for w in core.workers) else "no_workers"
+        states = {w.state for w in core.workers if w.model == progress.batch.model}
+        if not states:
+            return "no_workers"
+        return "loading_model" if states == {"loading"} else None

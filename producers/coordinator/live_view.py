@@ -90,7 +90,7 @@ class LiveView:
         core.trouble("state_unreachable", "live", False)
         with core.lock:
             if workers != core.workers:
-                served = {w.model for w in workers} ^ {w.model for w in core.workers or []}
+                served = {(w.model, w.state) for w in workers} ^ {(w.model, w.state) for w in core.workers or []}
                 core.workers = workers
                 if served or workers == []:
                     core.dirty.update(core.book.batches)

@@ -265,6 +265,21 @@ def test_cancel_before_any_worker_ends_at_once(fast: Settings, store: Store) -> 
     check_outputs(store, batch, range(100))
 
 
+def test_a_batch_whose_workers_all_load_says_so(fast: Settings, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "PERIOD_S", 0.1)
+    with coordinating(fast, store), FakeWorker(fast) as worker:
+        worker.gate.clear()
+        worker.facts.state = "loading"
+        batch = make_batch(store, 100)
+        wait_until(lambda: status_of(store, batch).reason == "loading_model", 10, "the status says what it waits for")
+        with FakeWorker(fast, node="other") as other:
+            other.gate.clear()
+            wait_until(lambda: status_of(store, batch).reason is None, 10, "one that is ready can answer")
+            other.gate.set()
+            worker.gate.set()
+            wait_status(store, batch, "completed")
+
+
 def test_a_command_that_comes_too_late_is_put_away(
     fast: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
