@@ -13,7 +13,7 @@ from common.ids import is_batch_id
 from common.logs import get
 from common.store import LocalStore, Store
 from producers.batch import FINAL, Batch, Command, Status, folder, read_batch, read_status
-from producers.coordinator.core import Core
+from producers.coordinator.core import Core, trouble_of
 from producers.coordinator.finalizer import Finalizer
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.progress import Progress
@@ -74,11 +74,13 @@ class Control:
             core.control.clear()
             try:
                 self.tick()
-                core.trouble("store_unreachable", "control", False)
             except (OSError, Unreachable) as exc:
                 log.error("store_trouble", error=type(exc).__name__)
-                core.trouble("store_unreachable", "control", True)
+                core.trouble(trouble_of(exc), "control", True)
                 core.stop.wait(0.5)
+            else:
+                for name in ("store_unreachable", "disk_full"):
+                    core.trouble(name, "control", False)
             core.control.wait(0.05 if self._cancelling else self._period)
 
     def tick(self) -> None:
@@ -270,9 +272,9 @@ class Control:
                 core.dirty.discard(status.id)
             try:
                 self._files.say(status, functools.partial(self._is_open, status.id))
-            except OSError:
+            except (OSError, Unreachable):
                 with core.lock:
-                    core.dirty.add(status.id)
+                    core.dirty.update(s.id for s in due)
                 raise
             self._said[status.id] = (now, status.status, status.reason)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
 
 from common import metrics
+from common.errors import StoreFull
 from common.live import WorkerFacts
 from common.logs import get
 from producers.coordinator.book import Book
@@ -15,6 +17,12 @@ from producers.coordinator.progress import Progress
 from producers.coordinator.records import Decision, Lost, Type, encode
 
 log = get(__name__)
+
+
+def trouble_of(exc: Exception) -> str:
+    """The name of the trouble that an error of store or ledger means."""
+    full = isinstance(exc, DiskFull | StoreFull) or getattr(exc, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return "disk_full" if full else "store_unreachable"
 
 
 class Ousted(Exception):

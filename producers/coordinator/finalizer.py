@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import queue
 import time
@@ -15,7 +14,7 @@ from producers.coordinator import summary
 from producers.coordinator.assembler import Assembled, Assembler, MissingRows, Source, Stopped
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.batch_files import BatchFiles, DamagedBatch
-from producers.coordinator.core import Core
+from producers.coordinator.core import Core, trouble_of
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.ledger import DiskFull, Reader
 from producers.coordinator.progress import Progress
@@ -71,10 +70,7 @@ class Finalizer:
             except Stopped:
                 return
             except (OSError, DiskFull, Unreachable) as exc:
-                full = isinstance(exc, DiskFull) or (
-                    isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)
-                )
-                name = "disk_full" if full else "store_unreachable"
+                name = trouble_of(exc)
                 log.error("assembly_failed", batch=progress.id, reason=name, error=type(exc).__name__)
                 self._core.trouble(name, "finalizer", True)
                 self._core.stop.wait(again.failed())

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -328,6 +329,20 @@ def test_a_store_that_cannot_be_read_for_a_while_fails_no_batch(
         monkeypatch.setattr(LocalStore, "read_range", real)
         wait_status(store, batch, "completed")
     check_outputs(store, batch)
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_a_batch_in_an_object_store(fast: Settings, tmp_path: Path) -> None:
+    where = msgspec.structs.replace(fast.store, url=f"memory://{tmp_path.name}")
+    settings = msgspec.structs.replace(fast, store=where)
+    store = open_store(f"memory://{tmp_path.name}")
+    assert not isinstance(store, LocalStore)
+    batch = make_batch(store, 500, invalid=[3], window=100)
+    with coordinating(settings, store), FakeWorker(settings):
+        wait_status(store, batch, "completed")
+        wait_until(lambda: store.list("active/0") == [], 10, "the marker is gone")
+    check_outputs(store, batch, [3])
+    assert not store.exists("coordinator/0.json")
 
 
 def test_many_small_batches(fast: Settings, store: Store) -> None:
