@@ -1,9 +1,13 @@
 """Live state in Redis: who works on what right now. Hints, never the truth: it may be wiped at any moment.
 
-Keys (all with a time to live): `bm:lease:<chunk>` = node, `bm:worker:<node>` = JSON facts, `bm:generation` = a random
-id set by whoever finds none, by which a wipe is noticed, `bm:cancelled:<batch>` = 1 for what workers should abort,
-`bm:given_up:<chunk>` = 1 for a chunk whose open requests the coordinator has sent again after it was lost in an engine:
-the broker would deliver the old copy over and over, and end one engine after the other with it.
+Keys, with a time to live unless noted:
+
+- `bm:lease:<chunk>` = the node that works on it.
+- `bm:worker:<node>` = JSON facts; `bm:workers` = the set of nodes (stays; who is gone is taken out by whoever asks).
+- `bm:generation` = a random id set by whoever finds none, by which a wipe is noticed (stays).
+- `bm:cancelled:<batch>` = 1 for what workers should abort.
+- `bm:given_up:<chunk>` = 1 for a chunk that was lost in an engine and whose open requests the coordinator has sent
+  again: the broker would deliver the old copy over and over, and end one engine after the other with it.
 """
 
 from __future__ import annotations
@@ -91,17 +95,27 @@ class LiveState:
 
     def announce(self, facts: WorkerFacts) -> None:
         """Say that a worker is here."""
-        self._redis.set(f"bm:worker:{facts.node}", msgspec.json.encode(facts), ex=WORKER_TTL_S)
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.set(f"bm:worker:{facts.node}", msgspec.json.encode(facts), ex=WORKER_TTL_S)
+        pipe.sadd("bm:workers", facts.node)
+        pipe.execute()
 
     def withdraw(self, node: str) -> None:
         """Say that a worker is gone."""
-        self._redis.delete(f"bm:worker:{node}")
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.delete(f"bm:worker:{node}")
+        pipe.srem("bm:workers", node)
+        pipe.execute()
 
     def workers(self) -> list[WorkerFacts]:
         """All workers that announced themselves lately."""
-        keys = list(self._redis.scan_iter("bm:worker:*", count=500))
-        found = cast(list[Any], self._redis.mget(keys)) if keys else []
-        return sorted((msgspec.json.decode(f, type=WorkerFacts) for f in found if f), key=lambda w: w.node)
+        # Not by scanning: the result cache may share this Redis, with millions of keys.
+        nodes = sorted(cast(set[bytes], self._redis.smembers("bm:workers")))
+        found = cast(list[Any], self._redis.mget([b"bm:worker:" + n for n in nodes])) if nodes else []
+        gone = [n for n, f in zip(nodes, found, strict=True) if not f]
+        if gone:
+            self._redis.srem("bm:workers", *gone)
+        return [msgspec.json.decode(f, type=WorkerFacts) for f in found if f]
 
     def mark_cancelled(self, batch_id: str, ttl_s: int = 24 * 3600) -> None:
         """Let workers abort what they run of a batch."""

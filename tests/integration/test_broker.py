@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from kombu import Consumer
 
@@ -102,7 +103,15 @@ def test_live_state_notices_a_wipe(broker: Broker, fleet_settings: Settings) -> 
         chunks_in_flight=3,
     )  # fmt: skip
     live.announce(facts)
+    other = msgspec.structs.replace(facts, node="a")
+    live.announce(other)
+    assert live.workers() == [other, facts]
+    live.withdraw("a")
     assert live.workers() == [facts]
+    live.announce(other)
+    broker.state.delete("bm:worker:a")  # As its time to live does.
+    assert live.workers() == live.workers() == [facts]
+    assert broker.state.smembers("bm:workers") == {b"n"}
     live.mark_cancelled("batch_a")
     assert live.cancelled(["batch_a", "batch_b"]) == {"batch_a"}
     broker.wipe_state()
