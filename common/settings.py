@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
@@ -152,6 +153,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "telemetry.log_format": ("console", "json"),
     "telemetry.log_level": ("debug", "info", "warning", "error"),
 }
+#: What the URL of a key may begin with.
+_SCHEMES: dict[str, tuple[str, ...]] = {
+    "broker.url": ("redis", "rediss", "redis+socket", "amqp", "amqps", "pyamqp"),
+    "state.url": ("redis", "rediss", "redis+socket", "unix"),
+    "cache.url": ("redis", "rediss", "unix"),
+}
 #: Keys that must be at least this; the zero ones may be off.
 _AT_LEAST: dict[str, float] = {
     "inference.chunks_in_flight": 2,
@@ -293,6 +300,10 @@ def _check(settings: Settings, where: str, sources: Mapping[str, str]) -> None:
     for key, allowed in _CHOICES.items():
         if value(key) not in allowed:
             raise UsageError(f"{place(key)}: '{value(key)}' is not one of {', '.join(allowed)}")
+    for key, schemes in _SCHEMES.items():
+        fault = _url_fault(value(key), schemes) if value(key) is not None else None
+        if fault is not None:
+            raise UsageError(f"{place(key)}: {fault}")
     for key, least in _AT_LEAST.items():
         given = value(key)
         if given is not None and given < least:
@@ -308,6 +319,21 @@ def _check(settings: Settings, where: str, sources: Mapping[str, str]) -> None:
         for name, text in value(key).items():
             if not is_key(text):
                 raise UsageError(f"{place(key)}: key '{name}' must be 64 hex digits")
+
+
+def _url_fault(url: str, schemes: tuple[str, ...]) -> str | None:
+    """What is wrong with a URL, without a word of it: it may hold a password."""
+    scheme, colon, _ = url.partition("://")
+    if not colon or scheme not in schemes:
+        *most, last = (f"{s}://" for s in schemes)
+        return f"must begin with {', '.join(most)} or {last}"
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        return (
+            "host or port cannot be read; '/', '?', '#', '@' and ':' in a password are written %2F, %3F, %23, %40, %3A"
+        )
+    return None
 
 
 def is_key(text: str) -> bool:

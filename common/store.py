@@ -80,10 +80,13 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self.url = str(self.root)
-        with self.errors("cannot be opened"):
-            _make_folders(self.root)
-            if not self.root.is_dir():
-                raise Unreachable(f"store {self.root}: is not a folder")
+        try:
+            with self.errors("cannot be opened"):
+                _make_folders(self.root)
+                if not self.root.is_dir():
+                    raise Unreachable(f"store {self.root}: is not a folder")
+        except FileNotFoundError as exc:  # where nobody can make a folder, such as /proc, or a link that leads nowhere
+            raise Unreachable(f"store {self.root}: cannot be opened: {exc.strerror}") from None
 
     def local_path(self, path: str) -> Path:
         """Where a path lies on the disk."""

@@ -38,6 +38,15 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
         ("inference: {gpu_memory_utilization: 1.5}", ["inference.gpu_memory_utilization", "between 0 and 1"]),
         ("security: {dispatch_key: abc}", ["security.dispatch_key", "64 hex digits"]),
         ("security: {old_results_keys: {k0: abc}}", ["security.old_results_keys", "k0"]),
+        ("broker: {url: http://secret@h}", ["fleet.yaml: broker.url", "must begin with", "redis://", "amqp://"]),
+        ("broker: {url: secret}", ["broker.url", "must begin with"]),
+        ("broker: {url: ''}", ["broker.url", "must begin with"]),
+        ("broker: {url: 'redis://h:secret/0'}", ["broker.url", "host or port"]),
+        ("broker: {url: 'amqp://u:secret/word@h:5672//'}", ["broker.url", "host or port", "%2F"]),
+        ("broker: {url: 'amqp://u:secret@[::1'}", ["broker.url", "host or port"]),
+        ("state: {url: 'amqp://secret@h'}", ["state.url", "must begin with"]),
+        ("state: {url: 'redis://h:99999/secret'}", ["state.url", "host or port"]),
+        ("cache: {url: secret}", ["cache.url", "must begin with"]),
         ("cache: [", ["fleet.yaml:1", "not valid YAML"]),
         ("[1]", ["mapping of sections"]),
     ],
@@ -47,8 +56,28 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, words: lis
         settings.load(write(tmp_path, text), env={})
     message = str(caught.value)
     assert "\n" not in message
+    assert "secret" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("key", "url"),
+    [
+        ("broker", "redis://"),
+        ("broker", "rediss://:p%2Fw@h:6380/1"),
+        ("broker", "redis+socket:///run/redis.sock?virtual_host=1"),
+        ("broker", "amqp://guest:guest@127.0.0.1:5672//"),
+        ("broker", "amqps://u:p@[::1]/vhost"),
+        ("broker", "amqp://a:5672//;amqp://b:5672//"),
+        ("state", "redis+socket:///run/redis.sock?virtual_host=1"),
+        ("state", "unix:///run/redis.sock?db=1"),
+        ("cache", "rediss://h"),
+    ],
+)
+def test_urls_that_can_be_meant(key: str, url: str) -> None:
+    loaded = settings.load(env={f"BATCHMILL_{key.upper()}_URL": url, "BATCHMILL_CONFIG": ""})
+    assert getattr(loaded, key).url == url
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
@@ -104,6 +133,8 @@ def _text(name: str) -> str:
     choices = {"CACHE_MODE": "on", "TELEMETRY_LOG_LEVEL": "info", "TELEMETRY_LOG_FORMAT": "json"}
     if name.endswith(("DISPATCH_KEY", "RESULTS_KEY")):
         return "ab" * 32
+    if name.endswith(("BROKER_URL", "STATE_URL", "CACHE_URL")):
+        return "redis://h"
     return choices.get(name.removeprefix("BATCHMILL_"), "text")
 
 

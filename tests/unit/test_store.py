@@ -248,9 +248,10 @@ def test_errors_of_the_caller_stay_the_callers(tmp_path: Path) -> None:
 
 def test_a_store_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(Unreachable, match=r"is not a folder|Not a directory"):
-            LocalStore(place)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "else")
+    for place in ("file", "file/below", "link", "link/below", "/proc/store", "/proc/store/below"):
+        with pytest.raises(Unreachable, match=r"is not a folder|Not a directory|No such file"):
+            LocalStore(tmp_path / place)
 
 
 def test_a_bucket_that_is_not_there(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
