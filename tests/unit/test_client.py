@@ -37,7 +37,8 @@ def store(tmp_path: Path) -> LocalStore:
 @pytest.fixture
 def client(store: LocalStore) -> Iterator[Client]:
     """A client of a fleet whose broker nobody answers at."""
-    settings = msgspec.convert({"store": {"url": store.url}, "broker": {"url": "redis://127.0.0.1:1/0"}}, Settings)
+    urls = {"store": store.url, "broker": "redis://127.0.0.1:1/0", "cache": "redis://127.0.0.1:2/0"}
+    settings = msgspec.convert({section: {"url": url} for section, url in urls.items()}, Settings)
     with Client(settings, MODELS) as client:
         yield client
 
