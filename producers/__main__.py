@@ -7,8 +7,10 @@ import sys
 
 def main() -> None:
     """Run the command line and exit with its code (docs/cli.md lists them)."""
+    from producers.cli import say
     from producers.cli.handler import run
 
+    say.lenient()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -6,6 +6,7 @@ closed stderr never ends one that is at work.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 
 class PipeClosed(Exception):
     """Nobody reads stdout any more."""
+
+
+def lenient() -> None:
+    """Let stdout escape what its encoding does not have (stderr does by itself): no output ends in an exception."""
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or not stream.encoding.startswith("utf")):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def out(text: str) -> None:
@@ -58,9 +66,14 @@ def err(text: str) -> None:
 
 def json(value: Any) -> None:
     """One JSON document to stdout, indented on a terminal, on one line elsewhere."""
+    from json import dumps
+
     import msgspec
 
-    data = msgspec.json.encode(value)
+    try:
+        data = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # a folder whose name is not UTF-8: escaped, as Python's own json does it
+        data = dumps(msgspec.to_builtins(value), separators=(",", ":")).encode()
     if sys.stdout.isatty():
         data = msgspec.json.format(data, indent=2)
     out(data.decode())

@@ -34,6 +34,13 @@ class Options:
             raise UsageError(f"timeout: {self.timeout_s} is not a number of seconds above 0")
         if self.idempotency_key is not None and not 0 < len(self.idempotency_key) <= 512:
             raise UsageError("idempotency key: must have 1 to 512 characters")
+        for what, text in (
+            ("name", self.name),
+            ("idempotency key", self.idempotency_key),
+            *(("metadata", part) for pair in self.metadata.items() for part in pair),
+        ):
+            if text is not None and not _is_unicode(text):
+                raise UsageError(f"{what}: {text!a} is not Unicode text (in a shell: not UTF-8)")
         pairs, key_length, value_length = _METADATA_LIMITS
         if len(self.metadata) > pairs:
             raise UsageError(f"metadata: {len(self.metadata)} pairs, at most {pairs} are taken")
@@ -42,3 +49,12 @@ class Options:
                 raise UsageError(
                     f"metadata: '{key[:80]}': a key has 1 to {key_length} characters, a value at most {value_length}"
                 )
+
+
+def _is_unicode(text: str) -> bool:
+    """False for halves of surrogate pairs, which is how Python reads bytes of a command line that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -44,8 +44,8 @@ class Source:
     """An opened input. Iterate `blocks()` once, to the end, then `verify()`."""
 
     def __init__(self, name: str, raw: BinaryIO) -> None:
-        #: For messages and `batch.json`.
-        self.name = name
+        #: For messages and `batch.json`: text, though a file's name may be any bytes.
+        self.name = name.encode("utf-8", "replace").decode()
         self._raw = raw
         self._hash = blake3()
         #: Bytes as read, before decompression.

@@ -278,7 +278,7 @@ def test_coordinate_ends_by_its_reason(capsys: pytest.CaptureFixture[str], monke
 def _python(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     base = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")} | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, timeout=60, env=base | env, check=False
+        [sys.executable, *argv], capture_output=True, encoding="latin-1", timeout=60, env=base | env, check=False
     )
 
 
@@ -292,6 +292,30 @@ def test_help_loads_nothing_heavy() -> None:
         done = _python("-c", script, *argv)
         assert done.returncode == 0, done.stderr
         assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1:strict"},
+        {"PYTHONIOENCODING": "utf-8:strict"},
+        {"LC_ALL": "C"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_any_locale_will_do(tmp_path: Path, store: LocalStore, locale: dict[str, str]) -> None:
+    of = stored.batch(store, name="naïve 你好")
+    stored.outputs(store, of, set())
+    stored.status(store, of, "completed", 10)
+    env = {"BATCHMILL_HOME": str(tmp_path / "home"), **locale}
+    folder = tmp_path / "caf\udce9"
+    for argv in (["--help"], ["list"], ["status", of.id], ["results", of.id, "-o", str(folder)]):
+        done = _python("-m", "producers", *argv, **env)
+        assert (done.returncode, done.stderr) == (0, ""), argv
+    assert {entry.name for entry in folder.iterdir()} == {"output.jsonl", "errors.jsonl", "summary.json"}
+    done = _python("-m", "producers", "results", of.id, "-o", str(folder), "--json", **env)
+    assert json.loads(done.stdout)["outputs"]["output"] == str(folder / "output.jsonl")
 
 
 def test_help_is_quick() -> None:

@@ -18,7 +18,7 @@ from blake3 import blake3
 from common.errors import UsageError
 from common.messages import Row, decode_rows
 from common.registry import ModelVersion, Registry
-from common.settings import Inference, Scheduler, Settings
+from common.settings import Cache, Inference, Scheduler, Settings
 from common.store import LocalStore
 from producers.batch import Batch, read_batch, read_status
 from producers.coordinator.batch_files import BatchFiles
@@ -300,6 +300,10 @@ def test_a_report_file_that_cannot_be_written_spoils_nothing(
         (Options(idempotency_key=""), "idempotency key"),
         (Options(metadata={"k": "v" * 600}), "metadata: 'k'"),
         (Options(metadata={f"{n}": "" for n in range(17)}), "metadata: 17 pairs"),
+        (Options(name="caf\udce9"), "name: 'caf.*' is not Unicode"),
+        (Options(idempotency_key="\udce9"), "idempotency key: .* is not Unicode"),
+        (Options(metadata={"\ud800": "v"}), "metadata: .* is not Unicode"),
+        (Options(metadata={"k": "\udfff"}), "metadata: .* is not Unicode"),
         (Options(model="nope"), "unknown model 'nope'"),
         (Options(max_tokens_default=4096), "more than the context of tiny@1"),
     ],
@@ -310,8 +314,17 @@ def test_options_that_cannot_be(store: LocalStore, options: Options, what: str) 
     assert store.list("batches") == store.list("incoming") == []
 
 
+def test_a_files_name_may_be_any_bytes(store: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "caf\udce9.jsonl"
+    path.write_bytes(chat("a"))
+    batch = submit(str(path), store, Settings(), REGISTRY, Options())
+    assert read_batch(store, batch.id).input.name == str(tmp_path / "caf?.jsonl")
+
+
 def test_what_the_batch_remembers(store: LocalStore) -> None:
-    settings = Settings(inference=Inference(request_timeout_s=33), scheduler=Scheduler(shards=5))
+    settings = Settings(
+        inference=Inference(request_timeout_s=33), scheduler=Scheduler(shards=5), cache=Cache(url="redis://h")
+    )
     batch = submit_bytes(chat("a"), store, settings, REGISTRY, Options(cache="on", timeout_s=5))
     assert (batch.cache, batch.timeout_s, batch.shard) == ("on", 5, shard_of(batch.id, 5))
     assert store.list(f"active/{batch.shard}") == [batch.id]
