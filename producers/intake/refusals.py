@@ -39,7 +39,7 @@ class Report(msgspec.Struct, kw_only=True):
     model: str = ""
     #: Estimated cost of the valid requests, in tokens.
     cost: int = 0
-    #: Every error, one JSON object a line; None: there are none, or the file could not be written.
+    #: Every error, one JSON object a line; None: `errors` has them all, or the file could not be written.
     report_file: str | None = None
 
 
@@ -94,7 +94,10 @@ class Refusals:
 
 
 class ReportFile:
-    """Every error of a file, one JSON object a line. Failing to write it spoils nothing but the report."""
+    """Every error of a file, one JSON object a line. Failing to write it spoils nothing but the report.
+
+    It is for whoever reads it to delete, so there is none unless it holds more than the `SHOWN` errors of the report.
+    """
 
     def __init__(self, source: str) -> None:
         self.path: str | None = None
@@ -111,7 +114,8 @@ class ReportFile:
 
     def close(self) -> None:
         """Write what is left."""
-        self._flush()
+        if self._fd is not None or len(self._pending) > SHOWN:
+            self._flush()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -80,9 +80,6 @@ def test_a_bad_line_leaves_nothing_and_reports_everything(store: LocalStore, tmp
         submit(str(path), store, Settings(), REGISTRY, Options())
     report = caught.value.report
     assert [(e.line, e.field) for e in report.errors] == [(2, ""), (3, "custom_id"), (4, "body.stream")]
-    assert report.report_file is not None
-    with open(report.report_file) as file:
-        assert [json.loads(line)["line"] for line in file] == [2, 3, 4]
     assert store.list("batches") == store.list("active/0") == store.list("incoming") == []
     assert validate(str(path), Settings(), REGISTRY, Options()).errors == report.errors
 
@@ -264,6 +261,21 @@ def test_all_lines_bad_is_a_batch_of_errors(store: LocalStore) -> None:
     assert [n for n, _ in BatchFiles(store, batch).invalid()] == [0, 1]
 
 
+@pytest.mark.parametrize("count", [1, 100])
+def test_errors_that_are_all_shown_leave_no_file(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr("producers.intake.refusals.tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"[1]\n" * count)
+    assert validate(str(path), Settings(), REGISTRY, Options()).report_file is None
+    with pytest.raises(Rejected) as caught:
+        submit(str(path), store, Settings(), REGISTRY, Options())
+    assert (len(caught.value.report.errors), caught.value.report.report_file) == (count, None)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def test_more_errors_than_are_shown(store: LocalStore) -> None:
     data = b"\n".join([chat("a")] + [b"[%d]" % n for n in range(250)])
     with pytest.raises(Rejected, match="250 of 251 requests are not valid, nothing was submitted; first, line 2") as e:
@@ -285,9 +297,9 @@ def test_a_report_file_that_cannot_be_written_spoils_nothing(
 
     monkeypatch.setattr("producers.intake.refusals.tempfile.mkstemp", full)
     with pytest.raises(Rejected) as caught:
-        submit_bytes(b"[1]", store, Settings(), REGISTRY, Options())
+        submit_bytes(b"[1]\n" * 101, store, Settings(), REGISTRY, Options())
     assert caught.value.report.report_file is None
-    assert caught.value.report.error_count == 1
+    assert caught.value.report.error_count == 101
 
 
 @pytest.mark.parametrize(
