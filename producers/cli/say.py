@@ -6,11 +6,14 @@ closed stderr never ends one that is at work.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from common.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -21,38 +24,44 @@ class PipeClosed(Exception):
 
 
 def lenient() -> None:
-    """Let stdout escape what its encoding does not have (stderr does by itself): no output ends in an exception."""
+    """Let no output end in an exception: a closed stream takes everything, stdout escapes what its encoding lacks."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or not stream.encoding.startswith("utf")):
         stream.reconfigure(errors="backslashreplace")
 
 
+@contextlib.contextmanager
+def _stdout() -> Iterator[None]:
+    """`PipeClosed` when nobody reads stdout, `UsageError` when it cannot be written (a file on a full disk)."""
+    try:
+        yield
+    except OSError as exc:
+        _silence(sys.stdout)
+        if isinstance(exc, BrokenPipeError):
+            raise PipeClosed from None
+        raise UsageError(f"standard output cannot be written: {exc.strerror or exc}") from None
+
+
 def out(text: str) -> None:
     """One or more lines to stdout; `PipeClosed` when nobody reads it."""
-    try:
+    with _stdout():
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:
-        _silence(sys.stdout)
-        raise PipeClosed from None
 
 
 def raw(data: bytes) -> None:
     """Bytes to stdout as they are; `PipeClosed` when nobody reads it."""
-    try:
+    with _stdout():
         sys.stdout.buffer.write(data)
-    except BrokenPipeError:
-        _silence(sys.stdout)
-        raise PipeClosed from None
 
 
 def flush() -> None:
     """Write out what `raw` left buffered."""
-    try:
+    with _stdout():
         sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        _silence(sys.stdout)
-        raise PipeClosed from None
 
 
 def err(text: str) -> None:
@@ -60,7 +69,7 @@ def err(text: str) -> None:
     try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
-    except BrokenPipeError:
+    except OSError:
         _silence(sys.stderr)
 
 
@@ -92,7 +101,8 @@ def render(what: RenderableType, *, width: int | None = None) -> None:
     screen = console()
     if width is not None:
         screen.width = width
-    with screen.capture() as captured:
+    # At the end of a capture rich writes the nothing that is left: an error for a file on a full disk.
+    with _stdout(), screen.capture() as captured:
         screen.print(what)
     out("\n".join(line.rstrip() for line in captured.get().splitlines()))
 

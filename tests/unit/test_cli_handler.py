@@ -344,3 +344,27 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> Non
         process.stdout.close()
         assert process.wait(60) == exits.PIPE_CLOSED
         assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("argv", [["list"], ["status", "ID"], ["results", "ID", "-o", "-"], ["list", "--json"]])
+@pytest.mark.parametrize(
+    ("streams", "code"),
+    [(">/dev/full", 2), (">&-", 0), ("2>&-", 0), (">&- 2>&-", 0), ("2>/dev/full", 0), (">/dev/full 2>&-", 2)],
+)
+def test_streams_that_take_nothing(tmp_path: Path, store: LocalStore, argv: list[str], streams: str, code: int) -> None:
+    of = stored.batch(store)
+    stored.outputs(store, of, set())
+    stored.status(store, of, "completed", 10)
+    line = shlex.join([sys.executable, "-m", "producers", *(of.id if a == "ID" else a for a in argv)])
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", f"{line} {streams}"], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == code
+    if streams == ">/dev/full":
+        assert done.stderr == "producers: error: standard output cannot be written: No space left on device\n"
+
+
+def test_errors_are_told_by_the_code_where_stderr_takes_nothing(tmp_path: Path) -> None:
+    line = shlex.join([sys.executable, "-m", "producers", "submit", "none.jsonl"])
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "BATCHMILL_MODELS": str(ROOT / "config" / "models.yaml")}
+    for streams in ("2>/dev/full", "2>&-"):
+        assert subprocess.run(["sh", "-c", f"{line} {streams}"], env=env, check=False).returncode == exits.INVALID
