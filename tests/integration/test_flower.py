@@ -118,3 +118,12 @@ def test_without_a_broker_or_a_fleet_it_says_so(processes: Processes, tmp_path: 
     process = processes.python("flower", "-m", "common.flower", env=env)
     assert process.wait(60) == 2
     assert re.fullmatch(r"flower: error: no broker is configured .*", process.text)
+
+
+def test_a_port_that_is_taken_is_one_line(fleet_env: dict[str, str], processes: Processes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        env = fleet_env | {"FLOWER_PORT": str(taken.getsockname()[1])}
+        process = processes.python("flower", "-m", "common.flower", f"--conf={ROOT}/config/flowerconfig.py", env=env)
+        assert process.wait(60) == 2
+    assert "Traceback" not in process.text
+    assert process.text.splitlines()[-1].startswith("flower: error: cannot listen: Address already in use; ")
