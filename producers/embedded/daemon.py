@@ -234,6 +234,8 @@ class Daemon:
             detail = f"the worker of {model} cannot start: {self._why(child)}"
             return WorkerState(model=model, state="failed", detail=detail, log=log)
         if not child.alive:
+            if self.stopping:
+                return WorkerState(model=model, state="draining", detail="the fleet is ending", log=log)
             if child.failures:
                 detail = f"the worker of {model} ended and is started again: {self._why(child)}"
                 return WorkerState(model=model, state="restarting", detail=detail, log=log)

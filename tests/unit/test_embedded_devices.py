@@ -92,3 +92,13 @@ def test_only_a_model_that_needs_gpus_gets_all_of_them(
     assert ("--all-gpus" in daemon._worker_argv(model)) == all_gpus
     monkeypatch.setattr(daemon_module, "has_gpu", lambda: False)
     assert "--all-gpus" not in daemon._worker_argv(model)
+
+
+def test_while_the_fleet_ends_no_worker_is_said_to_come_back(daemon: Daemon) -> None:
+    activate(daemon, "a@1", "cpu@1")
+    tick_until(daemon, {"a@1": "starting", "cpu@1": "starting"})
+    daemon.stopping = True
+    daemon._end_children(list(daemon.workers.values()), 10)
+    for model, child in daemon.workers.items():
+        state = daemon._worker_state(model, child)
+        assert (state.state, state.detail) == ("draining", "the fleet is ending")
