@@ -14,7 +14,7 @@ from producers.batch_view import HEARTBEAT_S, BatchView, alive, heartbeat, view
 
 #: Seconds between two looks: short at first (small batches end at once), then as often as the coordinator writes.
 FIRST_POLL_S = 0.05
-LAST_POLL_S = 1.0
+LAST_POLL_S = 0.25
 #: Seconds a store may fail to answer before following gives up.
 PATIENCE_S = 30.0
 #: Seconds that rates look back.

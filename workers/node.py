@@ -132,6 +132,8 @@ class Node:
 
     def facts(self) -> WorkerFacts:
         """What others may know of this worker."""
+        # Read first: who is told "ready" must find the engine's facts beside it.
+        state = self.state
         facts = self.thread.engine.facts() if self.thread.ready else None
         stats = self.stats()
         return WorkerFacts(
@@ -141,7 +143,7 @@ class Node:
             pid=os.getpid(),
             device=facts.device if facts is not None else "",
             engine=facts.engine if facts is not None else self.settings.inference.engine,
-            state=self.state,
+            state=state,
             max_num_seqs=facts.max_num_seqs if facts is not None else 0,
             chunks_in_flight=self.settings.inference.chunks_in_flight,
             running=stats.running,

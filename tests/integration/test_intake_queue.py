@@ -26,7 +26,12 @@ REQUESTS = [{"custom_id": f"c{n}", "body": {"prompt": f"number {n}"}} for n in r
 def coordinator(fleet_env: dict[str, str], tmp_path: Path, processes: Processes) -> Process:
     """A coordinator that takes files from one folder."""
     (tmp_path / "in").mkdir()
-    started = processes.coordinator(fleet_env | {"BATCHMILL_SECURITY_INTAKE_URLS": f"[{tmp_path}/in]"})
+    more = {
+        "BATCHMILL_SECURITY_INTAKE_URLS": f"[{tmp_path}/in]",
+        # A batch may ask for a cache only where one is configured; no worker runs here that would look for it.
+        "BATCHMILL_CACHE_URL": "redis://127.0.0.1:2/0",
+    }
+    started = processes.coordinator(fleet_env | more)
     started.wait_line("leads")
     return started
 
