@@ -106,7 +106,7 @@ test-needs:
 # Most tests wait more than they compute; each process of them has brokers of its own. Real engines want the cores for
 # themselves, so those tests follow, one after the other.
 JOBS ?= $(shell n=$$(nproc); echo $$(( n < 7 ? n + 1 : 8 )))
-PARALLEL := -m 'not engine' --numprocesses $(JOBS) --dist worksteal
+PARALLEL := -m 'not engine and not slow' --numprocesses $(JOBS) --dist worksteal
 COVERAGE := --cov=common --cov=producers --cov=workers
 
 .PHONY: test
@@ -116,11 +116,13 @@ test: test-needs model lint ## everything: linters, then all tests, with brokers
 	$(BIN)/python -m pytest -m engine $(COVERAGE) --cov-append --cov-report=term:skip-covered $(ARGS) || status=$$?; \
 	exit $$status
 
-.PHONY: test-unit test-fast test-engine
+.PHONY: test-unit test-fast test-slow test-engine
 test-unit: $(STAMPS)/dev ## unit tests alone: no broker, no engine
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 test-fast: test-needs $(STAMPS)/dev ## all tests that need no real engine
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+test-slow: test-needs $(STAMPS)/dev ## long tests that `make test` leaves out
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m engine $(ARGS)
 

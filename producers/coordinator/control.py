@@ -264,19 +264,19 @@ class Control:
                     at, word, reason = self._said.get(batch_id, (float("-inf"), "", None))
                     if last or (word, reason) != (status.status, status.reason) or now - at >= STATUS_S:
                         due.append(status)
+                        # Here, where the status was read: what changes from now on makes it dirty again.
+                        core.dirty.discard(batch_id)
         if not due:
             return
-        self._leadership.check()
-        for status in due:
-            with core.lock:
-                core.dirty.discard(status.id)
-            try:
+        try:
+            self._leadership.check()
+            for status in due:
                 self._files.say(status, functools.partial(self._is_open, status.id))
-            except (OSError, Unreachable):
-                with core.lock:
-                    core.dirty.update(s.id for s in due)
-                raise
-            self._said[status.id] = (now, status.status, status.reason)
+                self._said[status.id] = (now, status.status, status.reason)
+        except (OSError, Unreachable):
+            with core.lock:
+                core.dirty.update(s.id for s in due)
+            raise
 
     def _is_open(self, batch_id: str) -> bool:
         with self._core.lock:

@@ -157,7 +157,8 @@ def test_two_pulls_at_once_download_once(bucket: ModelVersion, settings: Setting
     go.set()
     first.join(20)
     second.join(20)
-    assert [r.new for r in results] == [True, False]
+    # Either thread may be the first to say so.
+    assert sorted(r.new for r in results) == [False, True]
 
 
 def test_missing_source_is_one_line(settings: Settings, tmp_path: Path) -> None:
