@@ -81,6 +81,8 @@ class Daemon:
         self.redis_answers = False
         self.facts: list[WorkerFacts] = []
         self._wake_r, self._wake_w = socket.socketpair()
+        self._wake_r.setblocking(False)
+        self._wake_w.setblocking(False)
         self._written: bytes = b""
         self._written_at = 0.0
         self._start_lock = FileLock(layout.start_lock)
@@ -313,8 +315,6 @@ class Daemon:
     # -- plumbing -----------------------------------------------------------------------------------------------------
 
     def _install_signals(self) -> None:
-        self._wake_r.setblocking(False)
-        self._wake_w.setblocking(False)
         # Any signal, a child's end among them, wakes the loop at once.
         signal.set_wakeup_fd(self._wake_w.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda _signal, _frame: None)
