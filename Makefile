@@ -126,6 +126,12 @@ test-slow: test-needs $(STAMPS)/dev ## long tests that `make test` leaves out
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m engine $(ARGS)
 
+.PHONY: bench-pipeline bench-vs-run-batch
+bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
+	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
+bench-vs-run-batch: test-needs model $(STAMPS)/dev ## the warm fleet against vLLM's own batch command
+	@$(BIN)/python -m benchmarks.vs_run_batch $(ARGS)
+
 .PHONY: clean
 clean: ## remove .venv, caches and outputs of the demo (not the fleet's home, which holds batches)
 	@rm -rf $(VENV) batchmill-out build *.egg-info .coverage htmlcov .mypy_cache .ruff_cache .pytest_cache .hypothesis \
