@@ -50,7 +50,9 @@ def test_a_request_that_kills_workers_costs_one_result(fleet_env: dict[str, str]
     (error,) = lines(store, batch, "errors.jsonl")
     assert error["custom_id"] == "r2"
     assert error["error"]["code"] == "engine_crash"
-    assert 3 < workers < 16
+    # Five rows: three halvings and three losses of the guilty row alone, each of which may take up to three workers,
+    # since a broker hands a lost chunk on at once and the coordinator gives it up only when it has seen that.
+    assert 3 < workers <= 3 * (3 + 3) + 6
 
 
 def test_a_worker_drops_what_the_coordinator_gave_up(
