@@ -63,6 +63,8 @@ def test_leases_and_announcement(dispatch: Dispatch, start_worker: StartWorker, 
     live = LiveState(fleet_settings)
     chunk = dispatch.send(make_chunk([chat("SLOW")], ECHO_MODEL))
     dispatch.collect(lambda: live.leases([chunk.id])[0] is not None, 10, "lease")
+    # On a busy machine the lease may come a moment before the word that the engine is ready.
+    dispatch.collect(lambda: [w.state for w in live.workers()] == ["ready"], 10, "announced as ready")
     [facts] = live.workers()
     assert live.leases([chunk.id]) == [facts.node]
     assert (facts.model, facts.state, facts.engine, facts.max_num_seqs) == (ECHO_MODEL, "ready", "echo", 64)

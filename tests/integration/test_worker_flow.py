@@ -12,6 +12,7 @@ from common.settings import Settings
 from tests.conftest import ECHO_MODEL
 from tests.support.brokers import Broker
 from tests.support.chunks import Dispatch, StartWorker, chat, make_chunk
+from tests.support.ports import wait_until
 
 QUEUE = infer_queue(ECHO_MODEL)
 SEQS = 16
@@ -72,6 +73,8 @@ def test_a_full_engine_takes_no_more_than_its_chunks(
         dispatch.send(make_chunk([chat("x")] * 60, ECHO_MODEL))
     broker.wait_depth(QUEUE, ready=3, unacked=3)
     control = make_app(fleet_settings)
+    # Delivered is not yet taken up.
+    wait_until(lambda: outstanding(control)[2] == 3, 10, "all three chunks run")
     for _ in range(5):
         requests, running, chunks = outstanding(control)
         assert chunks == 3
