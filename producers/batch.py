@@ -71,6 +71,22 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cache: str = "off"
     #: Same key, same batch: a repeated submit returns the first one's id.
     idempotency_key: str | None = None
+    #: Whose work it is: tenants share a model version's workers by the weights of `scheduler.tenants`.
+    tenant: str = "default"
+    #: One of `PRIORITIES`, as submitted; the coordinator may have been told another since (`Status.priority`).
+    priority: str = "normal"
+    #: Unix seconds: what is unanswered then becomes `batch_expired`; None: never.
+    expires_at: float | None = None
+    #: Unix seconds before which nothing is sent.
+    not_before: float | None = None
+    #: Daily window outside which nothing is sent, as `producers.schedule.run_window` reads it.
+    run_between: str | None = None
+    #: The batch whose failed, expired and cancelled requests these are.
+    retry_of: str | None = None
+
+
+#: From the least to the most urgent.
+PRIORITIES = ("low", "normal", "high", "urgent")
 
 
 #: Statuses after which nothing changes any more.

@@ -79,6 +79,11 @@ class Client:
         cache: str | None = None,
         timeout_s: float | None = None,
         idempotency_key: str | None = None,
+        priority: str | None = None,
+        tenant: str | None = None,
+        completion_window: str | None = None,
+        not_before: str | None = None,
+        run_between: str | None = None,
     ) -> BatchView:
         """Check requests and enqueue them as one batch; streams, whatever the size.
 
@@ -94,6 +99,11 @@ class Client:
             cache=cache,
             timeout_s=timeout_s,
             idempotency_key=idempotency_key,
+            priority=priority,
+            tenant=tenant,
+            completion_window=completion_window,
+            not_before=not_before,
+            run_between=run_between,
         )
         opened = _opened(source)
         if self.settings.broker.url is not None:

@@ -104,7 +104,7 @@ def _write(store: Store, batch: Batch, snapshot: Snapshot, seen: BatchView, outp
     reader = Reader(snapshot)
     try:
         with tempfile.TemporaryDirectory(prefix="batchmill-") as scratch:
-            source = Source(batch=batch, places=snapshot.places, cancelled=False, partial=True)
+            source = Source(batch=batch, places=snapshot.places, cut=None, partial=True)
             made = Assembler(source, reader, BatchFiles(store, batch), Path(scratch)).write(output, errors)
     except DamagedBatch as exc:
         raise BatchmillError(f"{batch.id}: {exc.reason}") from None

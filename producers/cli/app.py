@@ -109,6 +109,28 @@ def submit(
         str | None,
         typer.Option("--idempotency-key", metavar="KEY", help="The same key again gives the same batch, not another."),
     ] = None,
+    priority: Annotated[
+        str | None,
+        typer.Option("--priority", metavar="WORD", help="low, normal, high or urgent. (default: normal)"),
+    ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option("--tenant", metavar="NAME", help="Whose work it is; tenants share by scheduler.tenants."),
+    ] = None,
+    completion_window: Annotated[
+        str | None,
+        typer.Option("--completion-window", metavar="TIME", help="24h, 90m, …: what is unanswered then expires."),
+    ] = None,
+    not_before: Annotated[
+        str | None,
+        typer.Option("--not-before", metavar="WHEN", help="Send nothing before this time (ISO), or for this long."),
+    ] = None,
+    run_between: Annotated[
+        str | None,
+        typer.Option(
+            "--run-between", metavar="FROM-TO", help="Send only at these hours: '22:00-06:00 Europe/Berlin', else UTC."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Check a file of requests, enqueue it, follow it and put its outputs.
@@ -130,6 +152,11 @@ def submit(
             cache=cache,
             timeout_s=timeout,
             idempotency_key=idempotency_key,
+            priority=priority,
+            tenant=tenant,
+            completion_window=completion_window,
+            not_before=not_before,
+            run_between=run_between,
             as_json=as_json,
         )
     )

@@ -36,6 +36,11 @@ class Wish:
     cache: str | None
     timeout_s: float | None
     idempotency_key: str | None
+    priority: str | None
+    tenant: str | None
+    completion_window: str | None
+    not_before: str | None
+    run_between: str | None
     as_json: bool
 
 
@@ -69,6 +74,11 @@ def options_of(wish: Wish) -> Options:
         cache=wish.cache,
         timeout_s=wish.timeout_s,
         idempotency_key=wish.idempotency_key,
+        priority=wish.priority,
+        tenant=wish.tenant,
+        completion_window=wish.completion_window,
+        not_before=wish.not_before,
+        run_between=wish.run_between,
     )
 
 

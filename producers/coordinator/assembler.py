@@ -41,7 +41,11 @@ _STRETCH = 8 << 20
 _GAP = 64 << 10
 _READ = 1 << 20
 _WRITE = 1 << 20
-_CANCELLED = ("batch_cancelled", "the batch was cancelled before this request was answered")
+#: What a row without an outcome gets, by what ended the batch.
+_CUTS = {
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
+    "expired": ("batch_expired", "the batch's completion window ended before this request was answered"),
+}
 
 
 class MissingRows(Exception):
@@ -91,7 +95,8 @@ class Source:
 
     batch: Batch
     places: Sequence[int]
-    cancelled: bool
+    #: What ended the batch before all of it was answered: `cancelled`, `expired`; None: nothing.
+    cut: str | None
     #: Take what is there, and leave out what is not (mid-run).
     partial: bool = False
     #: Asked now and then; True gives up.
@@ -126,7 +131,7 @@ class Assembler:
         """Write both files into open ones."""
         try:
             self._locate()
-            if not self._source.cancelled and not self._source.partial:
+            if self._source.cut is None and not self._source.partial:
                 self._check_whole()
             good, bad = _Sink(output), _Sink(errors)
             invalid = _Peekable(self._files.invalid())
@@ -265,7 +270,8 @@ class Assembler:
 
     def _made_line(self, row: Row, rank: int, place: int) -> bytes:
         if rank < ERROR:
-            return error_line(self._batch.id, row.index, row.custom_id, *_CANCELLED, self._lost_marks)
+            said = _CUTS[self._source.cut or "cancelled"]
+            return error_line(self._batch.id, row.index, row.custom_id, *said, self._lost_marks)
         decision = self._decisions[place]
         marks = encode_marks(self._batch.model, attempts=decision.attempts)
         return error_line(self._batch.id, row.index, row.custom_id, decision.code, decision.message, marks)

@@ -19,10 +19,14 @@ from producers.coordinator.records import (
     Decision,
     Dispatch,
     Exhausted,
+    Expired,
     Failed,
     Finalised,
     Lost,
+    Paused,
     Reopened,
+    Reprioritised,
+    Resumed,
     unpack_positions,
 )
 from producers.coordinator.row_states import Merge, Positions
@@ -148,10 +152,14 @@ class Book:
         if progress is None:
             return None
         match decision:
-            case Cancelled():
-                if progress.accepting:
-                    progress.cancelled_at = decision.at
+            case Cancelled() | Expired():
+                if progress.accepting and progress.cut is None:
+                    progress.cut = decision
                     self._withdraw_retries(progress)
+            case Paused() | Resumed():
+                progress.paused = isinstance(decision, Paused)
+            case Reprioritised():
+                progress.priority = decision.priority
             case Exhausted():
                 if progress.accepting:
                     rows = unpack_positions(decision.positions)

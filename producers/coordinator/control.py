@@ -227,7 +227,7 @@ class Control:
     def _is_drained(self, progress: Progress) -> bool:
         """True when a cancelled batch has nothing left in engines, or had the time to."""
         core = self._core
-        if progress.cancelled_at is None:
+        if progress.cut is None:
             return False
         now = time.monotonic()
         if progress.id not in self._cancelling:

@@ -18,10 +18,12 @@ from producers.coordinator.core import Core, trouble_of
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.ledger import DiskFull, Reader
 from producers.coordinator.progress import Progress
-from producers.coordinator.records import Failed, Finalised, Reopened, Type, encode, pack_positions
+from producers.coordinator.records import Cancelled, Expired, Failed, Finalised, Reopened, Type, encode, pack_positions
 from producers.coordinator.status_files import StatusFiles
 
 log = get(__name__)
+
+_STATUS_OF_CUT: dict[type, str] = {Cancelled: "cancelled", Expired: "expired"}
 
 
 class Finalizer:
@@ -116,7 +118,7 @@ class Finalizer:
             source = Source(
                 progress.batch,
                 progress.places[:],
-                cancelled=progress.cancelled_at is not None,
+                cut=_STATUS_OF_CUT.get(type(progress.cut)),
                 partial=progress.failure is not None,
                 stop=core.stop.is_set,
             )
@@ -129,7 +131,7 @@ class Finalizer:
 
     def _conclude(self, progress: Progress, assembled: Assembled | None) -> None:
         core, batch = self._core, progress.batch
-        status = "failed" if progress.failure else "cancelled" if progress.cancelled_at is not None else "completed"
+        status = "failed" if progress.failure else _STATUS_OF_CUT.get(type(progress.cut), "completed")
         base = folder(batch.id)
         closed_at = progress.closed_at if progress.closed_at is not None else time.time()
         if assembled is not None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from common.messages import Usage
 from producers.batch import Batch, Counts, Status
+from producers.coordinator.records import Cancelled, Cut
 from producers.coordinator.row_states import RowStates
+from producers.schedule import RunWindow, run_window
 
 
 @dataclass(slots=True)
@@ -27,12 +29,18 @@ class Progress:
     duplicates: int = 0
     #: Unix seconds.
     started_at: float | None = None
-    cancelled_at: float | None = None
+    #: Why it ends before all of it is answered, where it does: the first such decision stands.
+    cut: Cut | None = None
     closed_at: float | None = None
     #: Why the batch cannot be processed.
     failure: str | None = None
     #: Final status, once the outputs stand.
     final: str | None = None
+    #: A person said that nothing more is to be sent for now.
+    paused: bool = False
+    #: One of `producers.batch.PRIORITIES`, by the last word on it.
+    priority: str = "normal"
+    window: RunWindow | None = None
 
     @property
     def id(self) -> str:
@@ -54,8 +62,17 @@ class Progress:
 
     @property
     def sendable(self) -> bool:
-        """True while rows of it may go out."""
-        return self.cancelled_at is None and self.closed_at is None and self.failure is None
+        """True while rows of it are still wanted, now or later."""
+        return self.cut is None and self.closed_at is None and self.failure is None
+
+    def dispatchable(self, now: float) -> bool:
+        """True while rows of it may go out at `now` (Unix seconds)."""
+        return self.sendable and not self.paused and self.opens(now) <= now
+
+    def opens(self, now: float) -> float:
+        """From when on its submitter lets rows of it go out, `now` or later (Unix seconds)."""
+        at = max(now, self.batch.not_before or 0.0)
+        return at if self.window is None else self.window.opens(at)
 
     @property
     def accepting(self) -> bool:
@@ -91,12 +108,13 @@ class Progress:
         if self.final is not None:
             return self.final
         if self.closed_at is not None:
-            return "finalizing" if self.cancelled_at is None else "cancelling"
-        if self.cancelled_at is not None:
-            return "cancelling"
+            return "cancelling" if isinstance(self.cut, Cancelled) else "finalizing"
+        if self.cut is not None:
+            return "cancelling" if isinstance(self.cut, Cancelled) else "finalizing"
         return "queued" if self.started_at is None else "in_progress"
 
 
 def new_progress(batch: Batch) -> Progress:
-    """A batch of which nothing is known yet."""
-    return Progress(batch, RowStates(batch.planned))
+    """A batch of which nothing is known yet; `UsageError` when its window cannot be read here."""
+    window = None if batch.run_between is None else run_window(batch.run_between)
+    return Progress(batch, RowStates(batch.planned), priority=batch.priority, window=window)

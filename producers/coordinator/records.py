@@ -89,6 +89,40 @@ class Cancelled(msgspec.Struct, array_like=True, frozen=True, tag="cancelled"):
     at: float
 
 
+class Expired(msgspec.Struct, array_like=True, frozen=True, tag="expired"):
+    """The batch's deadline has passed; otherwise as `Cancelled`."""
+
+    batch: str
+    cut: int
+    #: Unix seconds.
+    at: float
+
+
+class Paused(msgspec.Struct, array_like=True, frozen=True, tag="paused"):
+    """Nothing more is sent until `Resumed`; what runs goes on."""
+
+    batch: str
+    #: Unix seconds.
+    at: float
+
+
+class Resumed(msgspec.Struct, array_like=True, frozen=True, tag="resumed"):
+    """`Paused` is over."""
+
+    batch: str
+    #: Unix seconds.
+    at: float
+
+
+class Reprioritised(msgspec.Struct, array_like=True, frozen=True, tag="reprioritised"):
+    """The batch's priority is another from here on."""
+
+    batch: str
+    priority: str
+    #: Unix seconds.
+    at: float
+
+
 class Exhausted(msgspec.Struct, array_like=True, frozen=True, tag="exhausted"):
     """Attempts are used up: open rows (`positions`, little-endian u32) become errors.
 
@@ -127,7 +161,9 @@ class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     at: float
 
 
-Decision = Cancelled | Exhausted | Closed | Reopened | Failed
+#: What ends a batch before all of it is answered.
+Cut = Cancelled | Expired
+Decision = Cut | Paused | Resumed | Reprioritised | Exhausted | Closed | Reopened | Failed
 
 
 class Finalised(msgspec.Struct, array_like=True, frozen=True):

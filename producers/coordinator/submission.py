@@ -36,6 +36,11 @@ class Submission(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache: str | None = None
     timeout_s: float | None = None
     idempotency_key: str | None = None
+    priority: str | None = None
+    tenant: str | None = None
+    completion_window: str | None = None
+    not_before: str | None = None
+    run_between: str | None = None
 
     def options(self, task_id: str) -> Options:
         """The options; a message that is delivered twice makes one batch, so without a key the task's id is it."""
@@ -48,6 +53,11 @@ class Submission(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             cache=self.cache,
             timeout_s=self.timeout_s,
             idempotency_key=self.idempotency_key or f"celery task {task_id}",
+            priority=self.priority,
+            tenant=self.tenant,
+            completion_window=self.completion_window,
+            not_before=self.not_before,
+            run_between=self.run_between,
         )
 
     def lines(self) -> bytes:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.errors import UsageError
+from producers import schedule
+from producers.batch import PRIORITIES
 
+#: A tenant's name: it stands in settings and is shown to people.
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 #: Of OpenAI's metadata: pairs, characters of a key, characters of a value.
 _METADATA_LIMITS = (16, 64, 512)
 
@@ -23,6 +30,16 @@ class Options:
     cache: str | None = None
     timeout_s: float | None = None
     idempotency_key: str | None = None
+    tenant: str | None = None
+    priority: str | None = None
+    #: A duration from submission on (`24h`): OpenAI's name for the deadline.
+    completion_window: str | None = None
+    #: A time, or a duration from now.
+    not_before: str | None = None
+    #: `22:00-06:00 Europe/Berlin`.
+    run_between: str | None = None
+    #: The batch that this one retries.
+    retry_of: str | None = None
 
     def check(self) -> None:
         """`UsageError` for a value that cannot be."""
@@ -34,6 +51,11 @@ class Options:
             raise UsageError(f"timeout: {self.timeout_s} is not a number of seconds above 0")
         if self.idempotency_key is not None and not 0 < len(self.idempotency_key) <= 512:
             raise UsageError("idempotency key: must have 1 to 512 characters")
+        if self.tenant is not None and not _TENANT.fullmatch(self.tenant):
+            raise UsageError(f"tenant: {self.tenant[:80]!a} must be 1 to 64 letters, digits, '.', '_' or '-'")
+        if self.priority is not None and self.priority not in PRIORITIES:
+            raise UsageError(f"priority: '{self.priority}' is not one of {', '.join(PRIORITIES)}")
+        self.times(0.0)
         for what, text in (
             ("name", self.name),
             ("idempotency key", self.idempotency_key),
@@ -49,6 +71,32 @@ class Options:
                 raise UsageError(
                     f"metadata: '{key[:80]}': a key has 1 to {key_length} characters, a value at most {value_length}"
                 )
+
+    def times(self, now: float) -> Times:
+        """When the batch may run, submitted at `now` (Unix seconds)."""
+        with _named("completion window"):
+            window = None if self.completion_window is None else schedule.duration(self.completion_window)
+        with _named("not before"):
+            not_before = None if self.not_before is None else schedule.moment(self.not_before, now)
+        with _named("run between"):
+            run_between = None if self.run_between is None else str(schedule.run_window(self.run_between))
+        return Times(None if window is None else now + window, not_before, run_between)
+
+
+class Times(NamedTuple):
+    """As `Batch` has them."""
+
+    expires_at: float | None
+    not_before: float | None
+    run_between: str | None
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as exc:
+        raise UsageError(f"{what}: {exc}") from None
 
 
 def _is_unicode(text: str) -> bool:

@@ -105,11 +105,13 @@ def _submit(
                 report = _write_invalid(spool, reading, model)
                 if reading.repeats_across:
                     writer = _without_repeats(spool, reading, writer)
+        now = time.time()
+        times = options.times(now)
         return spool.publish(
             Batch(
                 id=spool.id,
                 model=model,
-                created_at=time.time(),
+                created_at=now,
                 shard=shard_of(spool.id, settings.scheduler.shards),
                 input=source.facts(),
                 requests=report.requests,
@@ -122,6 +124,12 @@ def _submit(
                 timeout_s=options.timeout_s or settings.inference.request_timeout_s,
                 cache=cache,
                 idempotency_key=options.idempotency_key,
+                tenant=options.tenant or "default",
+                priority=options.priority or "normal",
+                expires_at=times.expires_at,
+                not_before=times.not_before,
+                run_between=times.run_between,
+                retry_of=options.retry_of,
             )
         )
 

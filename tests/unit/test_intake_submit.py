@@ -7,6 +7,7 @@ import json
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -317,6 +318,11 @@ def test_a_report_file_that_cannot_be_written_spoils_nothing(
         (Options(metadata={"\ud800": "v"}), "metadata: .* is not Unicode"),
         (Options(metadata={"k": "\udfff"}), "metadata: .* is not Unicode"),
         (Options(model="nope"), "unknown model 'nope'"),
+        (Options(tenant="a b"), "tenant: 'a b' must be"),
+        (Options(priority="huge"), "priority: 'huge' is not one of low, normal, high, urgent"),
+        (Options(completion_window="24"), "completion window: '24' is not a duration"),
+        (Options(not_before="soon"), "not before: 'soon' is neither a time"),
+        (Options(run_between="22-6"), "run between: '22-6' is not a daily window"),
         (Options(max_tokens_default=4096), "more than the context of tiny@1"),
     ],
 )
@@ -324,6 +330,19 @@ def test_options_that_cannot_be(store: LocalStore, options: Options, what: str) 
     with pytest.raises(UsageError, match=what):
         submit_bytes(chat("a"), store, Settings(), REGISTRY, options)
     assert store.list("batches") == store.list("incoming") == []
+
+
+def test_when_a_batch_may_run_is_fixed_at_submission(store: LocalStore) -> None:
+    before = time.time()
+    options = Options(tenant="lab", priority="high", completion_window="2h", not_before="1h", run_between="1:00-5:00")
+    batch = read_batch(store, submit_bytes(chat("a"), store, Settings(), REGISTRY, options).id)
+    assert (batch.tenant, batch.priority, batch.run_between) == ("lab", "high", "01:00-05:00 UTC")
+    assert batch.expires_at is not None
+    assert batch.not_before is not None
+    assert batch.expires_at - batch.created_at == 7200
+    assert before + 3600 <= batch.not_before == batch.created_at + 3600
+    plain = read_batch(store, submit_bytes(chat("a"), store, Settings(), REGISTRY, Options()).id)
+    assert (plain.tenant, plain.priority, plain.expires_at, plain.not_before) == ("default", "normal", None, None)
 
 
 def test_a_files_name_may_be_any_bytes(store: LocalStore, tmp_path: Path) -> None:

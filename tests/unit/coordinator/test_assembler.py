@@ -46,11 +46,11 @@ class Written:
         decision = Exhausted(self.batch.id, packed, use_line, "engine_crash", "it ended", 4)
         self.places.append(self.ledger.append(Type.DECISION, encode_record(decision), [self.batch.id]))
 
-    def assemble(self, **source: bool) -> tuple[bytes, bytes, Assembled]:
+    def assemble(self, cut: str | None = None, *, partial: bool = False) -> tuple[bytes, bytes, Assembled]:
         reader = Reader(self.ledger)
         output, errors = io.BytesIO(), io.BytesIO()
         try:
-            given = Source(self.batch, self.places, source.get("cancelled", False), source.get("partial", False))
+            given = Source(self.batch, self.places, cut, partial)
             told = Assembler(given, reader, self.files, self.ledger.folder).write(output, errors)
         finally:
             reader.close()
@@ -105,7 +105,7 @@ def test_assembly_agrees_with_a_naive_model(
                 index = it.rows[pos].index
                 if index not in bad and index not in good:
                     bad[index] = attempts.get(index) if kind == "line" else None
-    output, errors, told = it.assemble(cancelled=True)
+    output, errors, told = it.assemble(cut="cancelled")
     assert output == b"".join(good[i] for i in sorted(good))
     lines = errors.splitlines(keepends=True)
     wanted = [i for i in range(requests) if i not in good]
@@ -123,7 +123,7 @@ def test_assembly_agrees_with_a_naive_model(
         else:
             assert line == bad[index]
     assert (told.completed, told.failed) == (len(good), len(wanted))
-    assert it.assemble(cancelled=True)[:2] == (output, errors)
+    assert it.assemble(cut="cancelled")[:2] == (output, errors)
     missing = sorted(row.pos for row in it.rows if row.index not in good and row.index not in bad)
     if missing:
         with pytest.raises(MissingRows) as found:
@@ -207,7 +207,7 @@ def test_stopping_leaves_nothing(tmp_path: Path) -> None:
     it = Written(tmp_path, 4, [], 4)
     it.results([(r.pos, Kind.OUTPUT, line_of(it.batch.id, r)) for r in it.rows])
     reader = Reader(it.ledger)
-    source = Source(it.batch, it.places, cancelled=False, stop=lambda: True)
+    source = Source(it.batch, it.places, cut=None, stop=lambda: True)
     with pytest.raises(Stopped):
         Assembler(source, reader, it.files, it.ledger.folder).to_store(it.store)
     reader.close()
