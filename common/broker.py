@@ -24,6 +24,9 @@ from common.settings import Settings
 #: Seconds to wait for the broker's confirm; a broker that blocks publishers (memory, disk) answers late.
 CONFIRM_TIMEOUT_S = 30
 
+#: Seconds after its last use until a worker's own queue ends, with what waits in it.
+TRANSIENT_S = 3600
+
 DEFAULT_EXCHANGE = Exchange("", type="direct")
 
 
@@ -102,7 +105,7 @@ def queue(settings: Settings, name: str, *, transient: bool = False) -> Queue:
             "x-delivery-limit": settings.broker.delivery_limit,
         }
         if transient:
-            arguments["x-expires"] = 3600 * 1000
+            arguments["x-expires"] = TRANSIENT_S * 1000
         if name != QUEUE_DEAD:
             arguments |= {
                 "x-dead-letter-exchange": "",
@@ -111,6 +114,15 @@ def queue(settings: Settings, name: str, *, transient: bool = False) -> Queue:
                 "x-overflow": "reject-publish",
             }
     return Queue(name, exchange=DEFAULT_EXCHANGE, routing_key=name, durable=True, queue_arguments=arguments)
+
+
+def delete_queue(settings: Settings, connection: Connection, name: str) -> None:
+    """Delete a queue and what waits in it; raises what the transport raises."""
+    if is_amqp(broker_url(settings)):
+        connection.default_channel.queue_delete(name)
+    else:
+        # An empty queue does not exist there, and kombu deletes only what is bound to an exchange.
+        connection.default_channel.queue_purge(name)
 
 
 def connect(settings: Settings, on_blocked: Callable[..., None] | None = None) -> Connection:
@@ -161,14 +173,16 @@ class Publisher:
         *,
         headers: dict[str, Any] | None = None,
         serializer_name: str = serializer.NAME,
+        transient: bool = False,
         **properties: Any,
     ) -> None:
         """Publish to a queue, declaring it at first use; raises what the transport raises when it is not confirmed.
 
-        The connection is dropped after an error, so that the next call starts on a new one.
+        The connection is dropped after an error, so that the next call starts on a new one. `transient`: a worker's own
+        queue, which ends an hour after its last use.
         """
         try:
-            producer = self._ready(name)
+            producer = self._ready(name, transient)
             producer.publish(
                 body,
                 exchange="",
@@ -182,6 +196,8 @@ class Publisher:
                 confirm_timeout=CONFIRM_TIMEOUT_S,
                 **properties,
             )
+            if transient and not is_amqp(broker_url(self._settings)):
+                producer.channel.client.expire(name, TRANSIENT_S)
         except BaseException as exc:
             self.close()
             if isinstance(exc, MessageNacked | TimeoutError) and not self._blocked:
@@ -199,7 +215,9 @@ class Publisher:
             connection.collect(socket_timeout=1)
         self._unconfirmed.pop(name, None)
 
-    def publish_task(self, name: str, task: str, task_id: str, blob: bytes, argsrepr: str) -> None:
+    def publish_task(
+        self, name: str, task: str, task_id: str, blob: bytes, argsrepr: str, *, transient: bool = False
+    ) -> None:
         """Publish a Celery task (protocol 2) whose only argument is `blob`; `argsrepr` is all that monitors show."""
         self.publish(
             name,
@@ -217,15 +235,16 @@ class Publisher:
                 "ignore_result": True,
             },
             correlation_id=task_id,
+            transient=transient,
         )
 
-    def _ready(self, name: str) -> Producer:
+    def _ready(self, name: str, transient: bool) -> Producer:
         if self._connection is None or self._producer is None:
             self._blocked = False
             self._connection = connect(self._settings, on_blocked=self._on_blocked)
             self._producer = Producer(self._connection, auto_declare=False)
-        if name not in self._declared:
-            queue(self._settings, name).bind(self._connection.default_channel).declare()
+        if transient or name not in self._declared:  # A worker's own queue may have been deleted since.
+            queue(self._settings, name, transient=transient).bind(self._connection.default_channel).declare()
             self._declared.add(name)
         return self._producer
 

@@ -193,7 +193,6 @@ class Node:
         # The queue's name comes with the message, so it counts only as one of those we consume.
         if queue not in self.queues:
             raise BadMessage("names a queue this worker does not serve")
-        # Signed for the model's queue also when it was sent to this worker alone.
         chunk = decode_chunk(self._chunks.open(queue, blob))
         if chunk.id != task_id:
             raise BadMessage("its task id is not the chunk's")

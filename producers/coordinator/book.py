@@ -47,7 +47,8 @@ class Book:
         self.batches: dict[str, Progress] = {}
         self.lanes: dict[str, Lane] = {}
         self.out: dict[str, Outstanding] = {}
-        #: Chunks that were lost in an engine, the latest last: workers are told to drop what is left of them.
+        #: Chunks that were lost in an engine or with the worker they were sent to, the latest last: workers are told to
+        #: drop what is left of them.
         self.given_up: dict[str, None] = {}
 
     # -- batches ---------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class Book:
         lane = self.lane(record.model)
         if taken:
             self._take_retries(lane, taken)
-        chunk = Outstanding(record.chunk, record.model, lane.next_order, now, [], published)
+        chunk = Outstanding(record.chunk, record.model, lane.next_order, now, [], published, record.node)
         lane.next_order += 1
         for piece in record.slices:
             progress = self.batches.get(piece.batch)
@@ -132,7 +133,8 @@ class Book:
         if chunk is None:
             return
         lane = self.lane(chunk.model)
-        if record.convict:
+        if record.convict or chunk.target:
+            # In a worker's own queue nobody else would find it; that worker, should it come back, need not run it.
             self.given_up[chunk.id] = None
             if len(self.given_up) > _MOST_GIVEN_UP:
                 del self.given_up[next(iter(self.given_up))]

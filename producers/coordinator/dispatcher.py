@@ -13,7 +13,7 @@ from common.codec import Codec
 from common.errors import Unreachable
 from common.ids import new_chunk_id
 from common.logs import get
-from common.messages import TASK_INFER, VERSION, Chunk, Slice, encode, infer_queue, results_queue
+from common.messages import TASK_INFER, VERSION, Chunk, Slice, encode, infer_queue, node_queue, results_queue
 from common.settings import Settings
 from common.store import Store
 from producers.coordinator import packing
@@ -22,7 +22,7 @@ from producers.coordinator.batch_files import BatchFiles, DamagedBatch
 from producers.coordinator.core import Core
 from producers.coordinator.engine_size import EngineSize
 from producers.coordinator.ledger import DiskFull
-from producers.coordinator.packing import Pick, Wait
+from producers.coordinator.packing import Draft, Pick, Wait
 from producers.coordinator.records import Dispatch, Failed, Lost, Type, sent_slice
 from producers.coordinator.records import encode as encode_record
 
@@ -34,6 +34,7 @@ class _Sealed(NamedTuple):
     queue: str
     blob: bytes
     argsrepr: str
+    transient: bool
 
 
 class Dispatcher:
@@ -108,9 +109,9 @@ class Dispatcher:
         if isinstance(drafted, Wait):
             return drafted.until - now
         try:
-            picks = self._read_sizes(drafted)
+            picks = self._read_sizes(drafted.picks)
             if picks:
-                self._send(model, picks)
+                self._send(model, drafted._replace(picks=picks))
         except (OSError, Unreachable) as exc:
             log.error("rows_unreadable", error=type(exc).__name__)
             core.trouble("store_unreachable", "dispatcher", True)
@@ -137,11 +138,11 @@ class Dispatcher:
                 self._fail(pick.batch, exc)
         return packing.trim(picks, sizes, self._settings.scheduler.chunk_bytes)
 
-    def _send(self, model: str, picks: list[Pick]) -> None:
+    def _send(self, model: str, drafted: Draft) -> None:
         core = self._core
         slices: list[Slice] = []
         kept: list[Pick] = []
-        for pick in picks:
+        for pick in drafted.picks:
             try:
                 rows = self._files_of(pick.batch).rows(pick.positions)
             except (DamagedBatch, KeyError) as exc:
@@ -153,9 +154,8 @@ class Dispatcher:
         if not kept:
             return
         chunk_id, sent_at = new_chunk_id(), time.time()
-        record = Dispatch(
-            chunk_id, model, sent_at, [sent_slice(p.batch, p.positions, p.attempt, p.losses, p.alone) for p in kept]
-        )
+        sent = [sent_slice(p.batch, p.positions, p.attempt, p.losses, p.alone) for p in kept]
+        record = Dispatch(chunk_id, model, sent_at, sent, drafted.node)
         encoded = encode_record(record)
         batch = None
 
@@ -174,7 +174,7 @@ class Dispatcher:
 
         if not core.while_disk_full(log_it) or batch is None:
             return
-        queue = infer_queue(model)
+        queue = node_queue(model, drafted.node) if drafted.node else infer_queue(model)
         chunk = Chunk(
             VERSION,
             chunk_id,
@@ -190,7 +190,8 @@ class Dispatcher:
         batches = kept[0].batch if len(kept) == 1 else f"{kept[0].batch}+{len({p.batch for p in kept}) - 1}"
         requests = sum(len(p.positions) for p in kept)
         argsrepr = f"batch={batches} chunk={chunk_id} requests={requests}"
-        self._outbox = _Sealed(chunk_id, queue, self._codec.seal(queue, encode(chunk)), argsrepr)
+        blob = self._codec.seal(queue, encode(chunk))
+        self._outbox = _Sealed(chunk_id, queue, blob, argsrepr, transient=bool(drafted.node))
 
     def _publish_waiting(self) -> float | None:
         """Publish what waits; None when nothing does any more, else seconds until the next attempt."""
@@ -198,7 +199,14 @@ class Dispatcher:
         if waiting is None:
             return None
         try:
-            self._publisher.publish_task(waiting.queue, TASK_INFER, waiting.chunk_id, waiting.blob, waiting.argsrepr)
+            self._publisher.publish_task(
+                waiting.queue,
+                TASK_INFER,
+                waiting.chunk_id,
+                waiting.blob,
+                waiting.argsrepr,
+                transient=waiting.transient,
+            )
         except Exception as exc:
             delay = self._reconnect.failed()
             log.warning("publish_failed", chunk=waiting.chunk_id, error=type(exc).__name__, again_in_s=delay)

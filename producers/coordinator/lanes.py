@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.messages import Failure
+from common.messages import Failure, infer_queue, node_queue
 from producers.coordinator.progress import Progress
 from producers.coordinator.row_states import Positions
 
@@ -43,6 +43,10 @@ class Outstanding:
     shares: list[Share]
     #: False until the broker confirmed it.
     published: bool
+    #: The worker whose own queue it went to; empty: the queue of the model version.
+    target: str = ""
+    #: Monotonic seconds since when that worker is not seen.
+    target_gone_since: float | None = None
     #: Monotonic seconds when a worker was last seen to hold it.
     leased_at: float | None = None
     #: Monotonic seconds since when a lease that was there is missing.
@@ -59,6 +63,11 @@ class Outstanding:
     #: The last message, when it came before an earlier one, and when (monotonic seconds).
     done: Done | None = None
     done_at: float = 0.0
+
+    @property
+    def queue(self) -> str:
+        """Where it was published."""
+        return node_queue(self.model, self.target) if self.target else infer_queue(self.model)
 
     @property
     def losses(self) -> int:
@@ -90,8 +99,8 @@ class Lane:
     turn: deque[str] = field(default_factory=deque)
     retries: list[Retry] = field(default_factory=list)
     next_order: int = 0
-    #: Highest order that a worker was seen to hold.
-    leased_order: int = -1
+    #: Highest order that a worker was seen to hold, by queue.
+    leased_order: dict[str, int] = field(default_factory=dict)
     #: Monotonic seconds since when there is less to send than a full chunk.
     partial_since: float | None = None
 

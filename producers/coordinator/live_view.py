@@ -8,10 +8,9 @@ import time
 import redis
 from kombu import Connection
 
-from common.broker import broker_url, connect, is_amqp, queue
+from common.broker import broker_url, connect, delete_queue, is_amqp, queue
 from common.live import LiveState
 from common.logs import get
-from common.messages import infer_queue
 from common.settings import Settings
 from producers.coordinator import losses
 from producers.coordinator.broker_calls import let_go
@@ -95,7 +94,9 @@ class LiveView:
                 if served or workers == []:
                     core.dirty.update(core.book.batches)
                 core.dispatch.set()
-            losses.see_leases(core.book, nodes, time.monotonic(), {w.node: w.pid for w in workers})
+            now = time.monotonic()
+            losses.see_leases(core.book, nodes, now, {w.node: w.pid for w in workers})
+            losses.see_workers(core.book, {w.node for w in workers if w.state != "draining"}, now)
             # Marked anew each time until the batch has ended, since Redis may be wiped.
             core.cancelled &= set(core.book.batches)
             core.looked_at = began
@@ -105,8 +106,8 @@ class LiveView:
     def _judge(self) -> None:
         core, scheduler = self._core, self._settings.scheduler
         with core.lock:
-            unheld = {c.model for c in core.book.out.values() if c.published and c.leased_at is None}
-        waiting = {model: self._waiting(infer_queue(model)) for model in unheld}
+            unheld = {c.queue for c in core.book.out.values() if c.published and c.leased_at is None}
+        waiting = {name: self._waiting(name) for name in unheld}
         with core.lock:
             now = time.monotonic()
             losses.see_queues(core.book, waiting, now)
@@ -118,10 +119,13 @@ class LiveView:
         for verdict in lost:
             with core.lock:
                 chunk = core.book.out.get(verdict.chunk)
-                node = chunk.node if chunk is not None else None
+                node = (chunk.node or chunk.target or None) if chunk is not None else None
+                orphaned = chunk.queue if chunk is not None and chunk.target_gone_since is not None else None
             log.warning("chunk_lost", chunk=verdict.chunk, had_lease=verdict.convict, node=node)
             if not core.while_disk_full(functools.partial(core.lose, verdict)):
                 return
+            if orphaned is not None:
+                self._drop(orphaned)
         if lost:
             core.look.set()
 
@@ -158,6 +162,19 @@ class LiveView:
             self._disconnect()
             log.debug("queue_length_unknown", queue=name, error=type(exc).__name__)
             return None
+
+    def _drop(self, name: str) -> None:
+        """Delete the queue of a worker that is gone, with what waits in it; it declares it anew if it comes back.
+
+        Should this fail, or a message come back to the queue later: the queue ends an hour after its last use.
+        """
+        try:
+            if self._connection is None:
+                self._connection = connect(self._settings)
+            delete_queue(self._settings, self._connection, name)
+        except Exception as exc:
+            self._disconnect()
+            log.info("queue_not_deleted", queue=name, error=type(exc).__name__)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -5,7 +5,7 @@ A wrong verdict costs work done twice, never an answer; a missing one would leav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from producers.coordinator.book import Book
 from producers.coordinator.lanes import Outstanding
@@ -32,26 +32,37 @@ def see_leases(book: Book, nodes: Mapping[str, str | None], now: float, pids: Ma
                 chunk.moves += 1
             chunk.leased_at, chunk.node, chunk.pid = now, node, pid
             chunk.unleased_since = chunk.missing_since = None
-            lane = book.lane(chunk.model)
-            lane.leased_order = max(lane.leased_order, chunk.order)
+            leased = book.lane(chunk.model).leased_order
+            leased[chunk.queue] = max(leased.get(chunk.queue, -1), chunk.order)
         elif chunk.leased_at is not None and chunk.unleased_since is None:
             chunk.unleased_since = now
 
 
 def see_queues(book: Book, waiting: Mapping[str, int | None], now: float) -> None:
-    """Fold in how many messages wait in the queue of each model version (None: not known).
+    """Fold in how many messages wait in each queue (None: not known).
 
     A chunk that nobody holds looks missing while later ones of its queue were taken, or while its queue is empty.
     """
     for chunk in book.out.values():
         if chunk.leased_at is not None or not chunk.published:
             continue
-        passed = book.lane(chunk.model).leased_order > chunk.order
-        if passed or waiting.get(chunk.model) == 0:
+        passed = book.lane(chunk.model).leased_order.get(chunk.queue, -1) > chunk.order
+        if passed or waiting.get(chunk.queue) == 0:
             if chunk.missing_since is None:
                 chunk.missing_since = now
         else:
             chunk.missing_since = None
+
+
+def see_workers(book: Book, nodes: Collection[str], now: float) -> None:
+    """Fold in which workers take chunks, for those that went to one worker alone and that nobody holds yet."""
+    for chunk in book.out.values():
+        if not chunk.target or not chunk.published:
+            continue
+        if chunk.target in nodes or chunk.leased_at is not None:
+            chunk.target_gone_since = None
+        elif chunk.target_gone_since is None:
+            chunk.target_gone_since = now
 
 
 def judge(book: Book, now: float, hold_until: float, idle_at: float, lease_s: float, unclaimed_s: float) -> list[Lost]:
@@ -70,6 +81,9 @@ def judge(book: Book, now: float, hold_until: float, idle_at: float, lease_s: fl
         elif _lapsed(chunk, now, idle_at, lease_s) or chunk.moves > (0 if chunk.losses else MOVES):
             found.append(Lost(chunk.id, convict=True))
         elif chunk.missing_since is not None and now - chunk.missing_since > unclaimed_s:
+            found.append(Lost(chunk.id, convict=False))
+        elif chunk.target_gone_since is not None and now - chunk.target_gone_since > lease_s + GRACE_S:
+            # Its message waits where nobody looks.
             found.append(Lost(chunk.id, convict=False))
     return found
 

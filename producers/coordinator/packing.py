@@ -77,6 +77,14 @@ class Pick(NamedTuple):
     retry: Retry | None
 
 
+class Draft(NamedTuple):
+    """The next chunk."""
+
+    picks: list[Pick]
+    #: The worker it goes to by its own queue; empty: the queue of the model version.
+    node: str = ""
+
+
 class Wait(NamedTuple):
     """Nothing to send; look again at this time (monotonic seconds) or when something changed."""
 
@@ -101,13 +109,13 @@ def exhausted(lane: Lane, max_attempts: int) -> list[Exhausted]:
     return found
 
 
-def draft(book: Book, lane: Lane, room: Capacity, now: float, wait_s: float) -> list[Pick] | Wait:
+def draft(book: Book, lane: Lane, room: Capacity, now: float, wait_s: float) -> Draft | Wait:
     """The next chunk of a lane, or how long there is none. Changes nothing but the lane's waiting mark."""
     due = [r for r in lane.retries if r.not_before <= now]
     until = min((r.not_before for r in lane.retries if r.not_before > now), default=now + 3600.0)
     lost = _lost(book, lane, due, room.workers)
     if lost is not None:
-        return [Pick(lost.batch, lost.positions, lost.attempt, lost.losses, lost.alone, lost)]
+        return Draft([Pick(lost.batch, lost.positions, lost.attempt, lost.losses, lost.alone, lost)])
     again = [r for r in due if not r.losses]
     ready = sum(len(r.positions) for r in again)
     unsent = 0
@@ -132,7 +140,7 @@ def draft(book: Book, lane: Lane, room: Capacity, now: float, wait_s: float) -> 
         if now < lane.partial_since + wait_s:
             return Wait(min(until, lane.partial_since + wait_s))
     lane.partial_since = None
-    return _pack(book, lane, again, size, fresh)
+    return Draft(_pack(book, lane, again, size, fresh))
 
 
 def _lost(book: Book, lane: Lane, due: list[Retry], workers: int) -> Retry | None:

@@ -71,6 +71,8 @@ class Dispatch(msgspec.Struct, array_like=True, frozen=True):
     #: Unix seconds.
     sent_at: float
     slices: list[SentSlice]
+    #: The worker that it goes to by its own queue; empty: to whoever takes it from the model version's queue.
+    node: str = ""
 
 
 class Lost(msgspec.Struct, array_like=True, frozen=True):

@@ -164,9 +164,9 @@ class PoisonableWorker(FakeWorker):
         self.poisoned = threading.Event()
         super().__init__(settings, answer=answer, prefetch=1)  # type: ignore[arg-type]
 
-    def _work(self, blob: object) -> bool:
+    def _work(self, blob: object, name: str) -> bool:
         try:
-            return super()._work(blob)
+            return super()._work(blob, name)
         except Poisoned:
             self._crash.set()
             self._stop.set()

@@ -31,6 +31,7 @@ from common.messages import (
     decode_rows,
     encode,
     infer_queue,
+    node_queue,
 )
 from common.settings import Settings
 from common.store import Store
@@ -175,7 +176,7 @@ class FakeWorker:
         self._chunks, self._results = codecs(settings)
         self._live = LiveState(settings)
         self._publisher = Publisher(settings)
-        self._queue = infer_queue(model)
+        self._queue, self._own = infer_queue(model), node_queue(model, node)
         self._answer = answer
         self._prefetch = prefetch
         self._per_message = per_message
@@ -264,7 +265,7 @@ class FakeWorker:
         try:
             consumer = Consumer(
                 connection.channel(),
-                [queue(self._settings, self._queue)],
+                [queue(self._settings, self._queue), queue(self._settings, self._own, transient=True)],
                 on_message=arrived.append,
                 prefetch_count=self._prefetch,
             )
@@ -274,7 +275,7 @@ class FakeWorker:
                     connection.drain_events(timeout=0.1)
                 while arrived and not self._crash.is_set():
                     message = arrived.pop(0)
-                    if not self._work(message.body):
+                    if not self._work(message.body, message.delivery_info["routing_key"]):
                         return
                     message.ack()
         finally:
@@ -282,8 +283,8 @@ class FakeWorker:
                 _cut(connection)
             connection.release()
 
-    def _work(self, blob: Any) -> bool:
-        chunk = decode_chunk(self._chunks.open(self._queue, bytes(blob)))
+    def _work(self, blob: Any, name: str) -> bool:
+        chunk = decode_chunk(self._chunks.open(name, bytes(blob)))
         with contextlib.suppress(Exception):
             if self._live.given_up(chunk.id):
                 return True

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages import VERSION, Failure, Kind, Part, Results
+from common.messages import VERSION, Failure, Kind, Part, Results, infer_queue, node_queue
 from producers.batch import Batch, Input, Window
 from producers.coordinator import losses, packing
 from producers.coordinator.book import Book
@@ -25,6 +25,7 @@ from producers.coordinator.records import (
 )
 from tests.support.coordinators import MODEL, part_of
 
+QUEUE = infer_queue(MODEL)
 ROOM = Capacity(target=8, window=40, workers=1, slots=3, floor=2)
 
 
@@ -64,15 +65,16 @@ class Bench:
         drafted = packing.draft(self.book, self.lane, room, self.now, wait_s)
         if isinstance(drafted, Wait):
             return drafted
-        return self.send_picks(drafted)
+        return self.send_picks(drafted.picks, drafted.node)
 
-    def send_picks(self, picks: list[Pick]) -> str:
+    def send_picks(self, picks: list[Pick], node: str = "") -> str:
         self.numbers += 1
         record = Dispatch(
             f"c{self.numbers}",
             MODEL,
             self.now,
             [sent_slice(p.batch, p.positions, p.attempt, p.losses, p.alone) for p in picks],
+            node,
         )
         self.log.append(record)
         again = [(p.retry, p.positions) for p in picks if p.retry is not None]
@@ -311,11 +313,11 @@ def test_results_that_keep_coming_do_not_hide_a_loss_for_ever() -> None:
 def test_a_chunk_that_later_ones_overtook_is_missing_after_a_while() -> None:
     bench = Bench(batch_of("a", 16))
     first, second = str(bench.send()), str(bench.send())
-    losses.see_queues(bench.book, {MODEL: 1}, bench.now)
+    losses.see_queues(bench.book, {QUEUE: 1}, bench.now)
     bench.now += 100
     assert judged(bench) == []  # It waits in the queue, as the other does.
     losses.see_leases(bench.book, {first: None, second: "n"}, bench.now)
-    losses.see_queues(bench.book, {MODEL: 0}, bench.now)
+    losses.see_queues(bench.book, {QUEUE: 0}, bench.now)
     bench.now += 29
     assert judged(bench) == []
     bench.now += 2
@@ -328,26 +330,75 @@ def test_a_chunk_that_later_ones_overtook_is_missing_after_a_while() -> None:
 def test_an_empty_queue_means_missing_but_an_unknown_one_does_not() -> None:
     bench = Bench(batch_of("a", 8))
     chunk = str(bench.send())
-    losses.see_queues(bench.book, {MODEL: None}, bench.now)
+    losses.see_queues(bench.book, {QUEUE: None}, bench.now)
     bench.now += 40
     assert judged(bench) == []
-    losses.see_queues(bench.book, {MODEL: 0}, bench.now)
+    losses.see_queues(bench.book, {QUEUE: 0}, bench.now)
     bench.now += 20
-    losses.see_queues(bench.book, {MODEL: 1}, bench.now)  # There it is.
-    losses.see_queues(bench.book, {MODEL: 0}, bench.now)
+    losses.see_queues(bench.book, {QUEUE: 1}, bench.now)  # There it is.
+    losses.see_queues(bench.book, {QUEUE: 0}, bench.now)
     bench.now += 20
     assert judged(bench) == []
     bench.now += 11
     assert judged(bench) == [Lost(chunk, False)]
 
 
+def aimed(bench: Bench, node: str) -> str:
+    drafted = packing.draft(bench.book, bench.lane, ROOM, bench.now, 0)
+    assert not isinstance(drafted, Wait)
+    return bench.send_picks(drafted.picks, node)
+
+
+def test_a_chunk_for_a_worker_that_is_gone_is_lost_without_blame() -> None:
+    bench = Bench(batch_of("a", 16))
+    chunk, other = aimed(bench, "n"), str(bench.send())
+    assert bench.book.out[chunk].queue == node_queue(MODEL, "n")
+    for live in ({"n"}, set(), {"n"}, set()):
+        bench.now += 10
+        losses.see_workers(bench.book, live, bench.now)
+    bench.now += 17
+    assert judged(bench) == []  # It may be starting anew: its lease and the grace have to pass.
+    bench.now += 1
+    assert judged(bench) == [Lost(chunk, False)]
+    bench.lose(chunk, convict=False)
+    assert [(r.attempt, r.losses, r.alone) for r in bench.lane.retries] == [(1, 0, 0)]
+    assert list(bench.book.given_up) == [chunk]
+    again = bench.send()
+    assert isinstance(again, str)
+    assert bench.book.out[again].queue == QUEUE
+    assert bench.replay().out.keys() == {other, again}
+
+
+def test_a_worker_that_holds_its_chunk_is_judged_by_the_lease_alone() -> None:
+    bench = Bench(batch_of("a", 8))
+    chunk = aimed(bench, "n")
+    losses.see_workers(bench.book, set(), bench.now)
+    losses.see_leases(bench.book, {chunk: "n"}, bench.now)
+    losses.see_workers(bench.book, set(), bench.now)
+    bench.now += 100
+    assert judged(bench) == []
+
+
+def test_a_workers_own_queue_is_watched_apart_from_the_shared_one() -> None:
+    bench = Bench(batch_of("a", 24))
+    mine, shared = aimed(bench, "n"), str(bench.send())
+    losses.see_leases(bench.book, {shared: "n"}, bench.now)
+    losses.see_queues(bench.book, {node_queue(MODEL, "n"): 1}, bench.now)
+    bench.now += 100
+    losses.see_leases(bench.book, {shared: "n"}, bench.now)
+    assert judged(bench) == []  # Later ones of another queue do not overtake it.
+    losses.see_queues(bench.book, {node_queue(MODEL, "n"): 0, QUEUE: 5}, bench.now)
+    bench.now += 31
+    assert judged(bench) == [Lost(mine, False)]
+
+
 def test_a_chunk_that_never_went_out_is_not_missing() -> None:
     bench = Bench(batch_of("a", 8))
     drafted = packing.draft(bench.book, bench.lane, ROOM, bench.now, 0)
     assert not isinstance(drafted, Wait)
-    record = Dispatch("c", MODEL, 0.0, [sent_slice("a", drafted[0].positions, 1)])
+    record = Dispatch("c", MODEL, 0.0, [sent_slice("a", drafted.picks[0].positions, 1)])
     bench.book.sent(record, bench.now, [], published=False)
-    losses.see_queues(bench.book, {MODEL: 0}, bench.now)
+    losses.see_queues(bench.book, {QUEUE: 0}, bench.now)
     bench.now += 100
     assert judged(bench) == []
 
@@ -478,7 +529,7 @@ def test_a_retry_that_does_not_fit_stays_in_part() -> None:
     bench.lose(str(bench.send()), convict=False)
     drafted = packing.draft(bench.book, bench.lane, ROOM, bench.now, 0)
     assert not isinstance(drafted, Wait)
-    bench.send_picks(packing.trim(drafted, [np.full(8, 10)], 35))
+    bench.send_picks(packing.trim(drafted.picks, [np.full(8, 10)], 35))
     assert [r.positions.tolist() for r in bench.lane.retries] == [[3, 4, 5, 6, 7]]
 
 
