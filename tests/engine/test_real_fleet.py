@@ -60,7 +60,7 @@ def test_answers_are_those_of_vllm_though_the_engine_ends_in_mid_batch(
         env["BATCHMILL_INFERENCE_MODELS_DIR"] = folder
     elif "BATCHMILL_HOME" in env:
         del env["BATCHMILL_HOME"]
-    lines = []
+    lines: list[dict[str, Any]] = []
     for n, prompt in enumerate(PROMPTS):
         chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": ANSWER_TOKENS, "temperature": 0}
         lines.append({"custom_id": f"chat-{n}", "body": chat})
