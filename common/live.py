@@ -18,6 +18,8 @@ from typing import Any, cast
 
 import msgspec
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from common.errors import Unreachable, UsageError
 from common.settings import Settings
@@ -43,6 +45,11 @@ class WorkerFacts(msgspec.Struct, kw_only=True):
     started_at: float = 0.0
 
 
+def at_once() -> Retry:
+    """Once more on a new connection, for one that had gone stale; redis-py would wait and try for seconds by itself."""
+    return Retry(NoBackoff(), 1)
+
+
 def state_url(settings: Settings) -> str:
     """The Redis of the live state; `UsageError` when neither `state.url` nor a Redis broker is set."""
     url = settings.state.url or settings.broker.url or ""
@@ -60,7 +67,7 @@ class LiveState:
     def __init__(self, settings: Settings) -> None:
         self.url = state_url(settings)
         self._redis = redis.Redis.from_url(
-            self.url, socket_timeout=2.0, socket_connect_timeout=2.0, health_check_interval=10
+            self.url, socket_timeout=2.0, socket_connect_timeout=2.0, health_check_interval=10, retry=at_once()
         )
 
     def check(self) -> None:

@@ -72,9 +72,9 @@ class Scheduler(msgspec.Struct, **Strict):
     #: Attempts after the first, for what may be retried.
     retry_times: int = 3
     #: Seconds until a lease lapses that is not renewed.
-    lease_s: float = 15.0
-    #: Seconds after which a chunk that nobody leased counts as lost while later ones were leased.
-    unclaimed_s: float = 30.0
+    lease_s: float = 8.0
+    #: Seconds after which a chunk that nobody leased counts as lost while later ones were taken or its queue is empty.
+    unclaimed_s: float = 5.0
     #: Coordinator shards.
     shards: int = 1
     #: Seconds without a heartbeat after which a standby takes over.

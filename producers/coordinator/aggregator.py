@@ -23,15 +23,13 @@ from common.messages import QUEUE_DEAD, Kind, Results, decode_results, kinds, le
 from common.settings import Settings
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.broker_calls import BrokerTrouble, broker_calls, let_go
-from producers.coordinator.core import Core
+from producers.coordinator.core import RESULTS_PREFETCH, Core
 from producers.coordinator.lanes import Outcome
 from producers.coordinator.losses import GRACE_S
 from producers.coordinator.records import Evidence, Type, encode
 
 log = get(__name__)
 
-#: Messages that may be here and not durable: two commits and more.
-PREFETCH = 32
 _IDLE_S = 0.5
 _BUSY_S = 0.01
 
@@ -97,15 +95,16 @@ class Aggregator:
         connection: Connection | None = None
         self._arrived.clear()
         self._unacked.clear()  # They were given back with their connection and come again.
+        core.results_seen.again()
         try:
             with broker_calls():
                 connection = connect(self._settings)
                 consumer = Consumer(
                     connection.channel(),
                     [queue(self._settings, self._queue)],
-                    on_message=self._arrived.append,
+                    on_message=self._arrive,
                     accept=None,
-                    prefetch_count=PREFETCH,
+                    prefetch_count=RESULTS_PREFETCH,
                 )
                 consumer.consume()
             if not first:
@@ -124,10 +123,11 @@ class Aggregator:
                 self._reconnect.worked()
         except TimeoutError:
             if not self._unacked:
-                self._core.results_idle_at = time.monotonic()
+                self._core.results_seen.idle(time.monotonic())
         # Not in a callback of the transport: there, a failure of ours would pass for one of the broker's.
         while self._arrived:
             self._on_message(self._arrived.popleft(), connection)
+            self._core.results_seen.took()
         with broker_calls():
             self._acknowledge()
             self._heartbeat(connection)
@@ -149,6 +149,10 @@ class Aggregator:
         if connection.heartbeat and now - self._heartbeat_at >= self._settings.broker.heartbeat_s / 4:
             self._heartbeat_at = now
             connection.heartbeat_check()
+
+    def _arrive(self, message: Any) -> None:
+        self._arrived.append(message)
+        self._core.results_seen.arrived()
 
     def _on_message(self, message: Any, connection: Connection) -> None:
         blob = _bytes(message.body)

@@ -124,6 +124,9 @@ class Book:
         for part in results.parts:
             self._part(part, chunk, place, now, outcome)
         if chunk is not None:
+            # Seen or not: a lease of less than a second may fall between two looks.
+            leased = self.lane(chunk.model).leased_order
+            leased[chunk.queue] = max(leased.get(chunk.queue, -1), chunk.order)
             self._follow(chunk, results, now)
         return outcome
 

@@ -15,8 +15,12 @@ from producers.coordinator.book import Book
 from producers.coordinator.ledger import DiskFull, Ledger
 from producers.coordinator.progress import Progress
 from producers.coordinator.records import Decision, Lost, Type, encode
+from producers.coordinator.results_seen import ResultsSeen
 
 log = get(__name__)
+
+#: Result messages that may be here and not durable: two commits and more.
+RESULTS_PREFETCH = 32
 
 
 def trouble_of(exc: Exception) -> str:
@@ -57,8 +61,8 @@ class Core:
         self.workers: list[WorkerFacts] | None = None
         #: Monotonic seconds before which no chunk counts as lost.
         self.hold_until = 0.0
-        #: Monotonic seconds when the results queue was last seen empty.
-        self.results_idle_at = 0.0
+        #: Up to when results are taken in.
+        self.results_seen = ResultsSeen(RESULTS_PREFETCH)
         #: Bytes of the ledger that are durable.
         self.durable = 0
         self._durable_changed = threading.Condition()

@@ -11,6 +11,7 @@ from kombu import Connection
 from common.broker import broker_url, connect, delete_queue, is_amqp, queue
 from common.live import LiveState
 from common.logs import get
+from common.messages import results_queue
 from common.settings import Settings
 from producers.coordinator import losses
 from producers.coordinator.broker_calls import let_go
@@ -106,13 +107,20 @@ class LiveView:
     def _judge(self) -> None:
         core, scheduler = self._core, self._settings.scheduler
         with core.lock:
-            unheld = {c.queue for c in core.book.out.values() if c.published and c.leased_at is None}
+            out = core.book.out.values()
+            unheld = {c.queue for c in out if c.published and c.leased_at is None}
+            ending = any(c.unleased_since is not None or c.done is not None for c in out)
         waiting = {name: self._waiting(name) for name in unheld}
+        if ending:
+            asked_at = time.monotonic()
+            results = self._waiting(results_queue(core.shard))
+            if results is not None:
+                core.results_seen.asked(asked_at, results)
         with core.lock:
             now = time.monotonic()
             losses.see_queues(core.book, waiting, now)
             lost = losses.judge(
-                core.book, now, core.hold_until, core.results_idle_at, scheduler.lease_s, scheduler.unclaimed_s
+                core.book, now, core.hold_until, core.results_seen.at, scheduler.lease_s, scheduler.unclaimed_s
             )
         if "disk_full" in core.troubles:
             return  # Results wait for the disk; what looks lost may be among them.

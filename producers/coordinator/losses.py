@@ -65,20 +65,19 @@ def see_workers(book: Book, nodes: Collection[str], now: float) -> None:
             chunk.target_gone_since = now
 
 
-def judge(book: Book, now: float, hold_until: float, idle_at: float, lease_s: float, unclaimed_s: float) -> list[Lost]:
+def judge(book: Book, now: float, hold_until: float, seen_at: float, lease_s: float, unclaimed_s: float) -> list[Lost]:
     """The chunks that are lost.
 
-    `idle_at`: when the results queue was last seen empty. While results wait there, a chunk whose lease is gone may
-    simply be done.
+    `seen_at`: results published before it are taken in. Until then a chunk whose lease is gone may simply be done.
     """
     if now < hold_until:
         return []
     found = []
     for chunk in book.out.values():
         if chunk.done is not None:
-            if now - chunk.done_at > OVERTAKEN_S and idle_at > chunk.done_at:
+            if now - chunk.done_at > OVERTAKEN_S and seen_at > chunk.done_at:
                 found.append(Lost(chunk.id, convict=False))
-        elif _lapsed(chunk, now, idle_at, lease_s) or chunk.moves > (0 if chunk.losses else MOVES):
+        elif _lapsed(chunk, now, seen_at, lease_s) or chunk.moves > (0 if chunk.losses else MOVES):
             found.append(Lost(chunk.id, convict=True))
         elif chunk.missing_since is not None and now - chunk.missing_since > unclaimed_s:
             found.append(Lost(chunk.id, convict=False))
@@ -88,8 +87,8 @@ def judge(book: Book, now: float, hold_until: float, idle_at: float, lease_s: fl
     return found
 
 
-def _lapsed(chunk: Outstanding, now: float, idle_at: float, lease_s: float) -> bool:
+def _lapsed(chunk: Outstanding, now: float, seen_at: float, lease_s: float) -> bool:
     since = chunk.unleased_since
     if since is None or now - since <= GRACE_S:
         return False
-    return idle_at > since or now - since > 4 * lease_s
+    return seen_at > since or now - since > 4 * lease_s

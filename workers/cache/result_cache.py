@@ -16,7 +16,7 @@ import zstandard
 
 from common import logs, metrics
 from common.errors import UsageError
-from common.live import state_url
+from common.live import at_once, state_url
 from common.settings import Settings
 
 #: Seconds that a look-up or a write may take.
@@ -40,7 +40,7 @@ class ResultCache:
         assert settings.cache.url is not None
         self._settings = settings
         self._redis = redis.Redis.from_url(
-            settings.cache.url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
+            settings.cache.url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=at_once()
         )
         self._pending: dict[bytes, bytes] = {}
         self._bytes = 0

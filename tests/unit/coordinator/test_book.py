@@ -254,16 +254,16 @@ def test_a_message_lost_on_the_way_is_no_attempt() -> None:
     bench = Bench(batch_of("a", 3))
     first = str(bench.send())
     bench.answer(first, {2: Kind.OUTPUT}, done=True, seq=1)
-    assert judged(bench, idle_at=bench.now + 1) == []
+    assert judged(bench, seen_at=bench.now + 1) == []
     bench.now += 11
-    assert judged(bench, idle_at=bench.now) == [Lost(first, False)]
+    assert judged(bench, seen_at=bench.now) == [Lost(first, False)]
     bench.lose(first, convict=False)
     assert [(r.positions.tolist(), r.attempt, r.losses) for r in bench.lane.retries] == [([0, 1], 1, 0)]
 
 
-def judged(bench: Bench, *, hold_until: float = 0.0, idle_at: float | None = None) -> list[Lost]:
-    idle = bench.now if idle_at is None else idle_at
-    return losses.judge(bench.book, bench.now, hold_until, idle, lease_s=15, unclaimed_s=30)
+def judged(bench: Bench, *, hold_until: float = 0.0, seen_at: float | None = None) -> list[Lost]:
+    seen = bench.now if seen_at is None else seen_at
+    return losses.judge(bench.book, bench.now, hold_until, seen, lease_s=15, unclaimed_s=30)
 
 
 def test_a_lease_that_lapsed_convicts_after_the_grace() -> None:
@@ -276,7 +276,7 @@ def test_a_lease_that_lapsed_convicts_after_the_grace() -> None:
     bench.now += 1.9
     assert judged(bench) == []
     bench.now += 0.2
-    assert judged(bench, idle_at=bench.now - 3) == []  # Results wait in the queue: it may be done.
+    assert judged(bench, seen_at=bench.now - 3) == []  # Results wait in the queue: it may be done.
     assert judged(bench, hold_until=bench.now + 1) == []
     assert judged(bench) == [Lost(chunk, True)]
     losses.see_leases(bench.book, {chunk: "n"}, bench.now)
@@ -307,7 +307,7 @@ def test_results_that_keep_coming_do_not_hide_a_loss_for_ever() -> None:
     losses.see_leases(bench.book, {chunk: "n"}, bench.now)
     losses.see_leases(bench.book, {chunk: None}, bench.now)
     bench.now += 61
-    assert judged(bench, idle_at=0.0) == [Lost(chunk, True)]
+    assert judged(bench, seen_at=0.0) == [Lost(chunk, True)]
 
 
 def test_a_chunk_that_later_ones_overtook_is_missing_after_a_while() -> None:
