@@ -116,13 +116,15 @@ test: test-needs model lint ## everything: linters, then all tests, with brokers
 	$(BIN)/python -m pytest -m engine $(COVERAGE) --cov-append --cov-report=term:skip-covered $(ARGS) || status=$$?; \
 	exit $$status
 
-.PHONY: test-unit test-fast test-slow test-engine
+.PHONY: test-unit test-fast test-slow test-engine test-fault
 test-unit: $(STAMPS)/dev ## unit tests alone: no broker, no engine
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 test-fast: test-needs $(STAMPS)/dev ## all tests that need no real engine
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 test-slow: test-needs $(STAMPS)/dev ## long tests that `make test` leaves out
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m slow --ignore tests/fault $(ARGS)
+test-fault: test-needs $(STAMPS)/dev ## the whole fault suite, and its table
+	@$(BIN)/python -m pytest tests/fault --numprocesses $(JOBS) --dist worksteal $(ARGS)
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m engine $(ARGS)
 

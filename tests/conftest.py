@@ -16,6 +16,7 @@ import pytest
 
 from common import settings as settings_module
 from common.settings import Settings
+from tests.fault import table
 from tests.support.brokers import (
     Broker,
     RabbitBroker,
@@ -151,6 +152,13 @@ def processes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Proces
 
 
 _PROCESSES = pytest.StashKey[Processes]()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The table of the fault suite, where cases of it ran. Here, since xdist loads no other conftest in the process
+    that prints.
+    """
+    table.summarise(terminalreporter)
 
 
 @pytest.hookimpl(wrapper=True)

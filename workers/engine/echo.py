@@ -1,8 +1,8 @@
 """An engine without a model: deterministic answers at a settable pace. For tests and for measuring all around it.
 
 Knobs by environment: `BATCHMILL_ECHO_LATENCY_MS` and `BATCHMILL_ECHO_TOKENS_PER_S` (of one request; 0: no wait),
-`BATCHMILL_ECHO_MAX_NUM_SEQS`, `BATCHMILL_ECHO_START_S` (how long it loads), `BATCHMILL_ECHO_FAULTS` (see
-`echo_faults`).
+`BATCHMILL_ECHO_MAX_NUM_SEQS`, `BATCHMILL_ECHO_START_S` (how long it loads), `BATCHMILL_ECHO_FAULTS` and
+`BATCHMILL_ECHO_FAULTS_DIR` (see `echo_faults`), `BATCHMILL_ECHO_JOURNAL` (a file, see `echo_journal`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from common.settings import Settings
 from workers.engine import echo_bodies
 from workers.engine.base import Answer, EngineDead, EngineFacts, EngineStats
 from workers.engine.echo_faults import Fault, Faults
+from workers.engine.echo_journal import Journal
 
 _PREFIX = "BATCHMILL_ECHO_"
 
@@ -39,7 +40,9 @@ class EchoEngine:
         self._latency_s = _number(env, "LATENCY_MS", 0) / 1000
         self._tokens_per_s = _number(env, "TOKENS_PER_S", 0)
         self._start_s = _number(env, "START_S", 0)
-        self._faults = Faults(env.get(f"{_PREFIX}FAULTS", ""))
+        self._faults = Faults(env.get(f"{_PREFIX}FAULTS", ""), env.get(f"{_PREFIX}FAULTS_DIR"))
+        journal = env.get(f"{_PREFIX}JOURNAL")
+        self._journal = Journal(journal) if journal else None
         self._bodies = echo_bodies.Bodies(model, max_model_len)
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._died = asyncio.Event()
@@ -48,8 +51,8 @@ class EchoEngine:
 
     @property
     def instant(self) -> bool:
-        """True when no knob makes a request wait or fail."""
-        return not (self._latency_s or self._tokens_per_s or self._faults)
+        """True when no knob makes a request wait or fail, and nobody keeps count of single ones."""
+        return not (self._latency_s or self._tokens_per_s or self._faults or self._journal)
 
     async def start(self) -> None:
         """Ready after `BATCHMILL_ECHO_START_S`."""
@@ -61,10 +64,15 @@ class EchoEngine:
         try:
             async with self._slots:
                 self._running += 1
+                if self._journal is not None:
+                    self._journal.taken(body)
                 try:
-                    return await self._infer(url, body)
+                    answer = await self._infer(url, body)
                 finally:
                     self._running -= 1
+                if self._journal is not None:
+                    self._journal.answered(body)
+                return answer
         finally:
             self._inside -= 1
 

@@ -3,11 +3,13 @@
 `BATCHMILL_ECHO_FAULTS` is a list `MARKER=action` with commas between; a request whose body contains the marker meets
 the action. Actions: `die` (the engine is dead from then on), `kill` (SIGKILL of the process), `hang`, `slow:SECONDS`,
 `abort` (200 with finish reason abort), `garbage` (200 that is not JSON), `raise`, `memoryerror`, `systemexit`, or an
-HTTP status such as `500`. `*N` behind an action limits it to the first N times.
+HTTP status such as `500`. `*N` behind an action limits it to the first N times: of this process, or of all processes
+with the same `BATCHMILL_ECHO_FAULTS_DIR`, an existing folder (so that what ends the process can happen once).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 
 from common.errors import UsageError
@@ -18,12 +20,16 @@ ACTIONS = frozenset({"die", "kill", "hang", "slow", "abort", "garbage", "raise",
 class Fault:
     """One entry: `action`, `seconds` (of `slow`), `status` (of an HTTP status)."""
 
-    def __init__(self, marker: bytes, action: str, seconds: float, status: int, times: int | None) -> None:
+    def __init__(
+        self, marker: bytes, action: str, seconds: float, status: int, times: int | None, folder: str | None = None
+    ) -> None:
         self.marker = marker
         self.action = action
         self.seconds = seconds
         self.status = status
         self._left = times
+        self._times = times or 0
+        self._folder = folder
         self._lock = threading.Lock()
 
     def take(self) -> bool:
@@ -31,15 +37,26 @@ class Fault:
         with self._lock:
             if self._left is None:
                 return True
+            if self._folder is not None:
+                return self._take_a_turn(self._folder)
             self._left -= 1
             return self._left >= 0
+
+    def _take_a_turn(self, folder: str) -> bool:
+        for turn in range(self._times):
+            try:
+                os.close(os.open(f"{folder}/{self.marker.hex()}.{turn}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            return True
+        return False
 
 
 class Faults:
     """A parsed script; `UsageError` when it cannot be read."""
 
-    def __init__(self, script: str) -> None:
-        self._faults = [_parse(entry.strip()) for entry in script.split(",") if entry.strip()]
+    def __init__(self, script: str, folder: str | None = None) -> None:
+        self._faults = [_parse(entry.strip(), folder) for entry in script.split(",") if entry.strip()]
 
     def __bool__(self) -> bool:
         return bool(self._faults)
@@ -52,7 +69,7 @@ class Faults:
         return None
 
 
-def _parse(entry: str) -> Fault:
+def _parse(entry: str, folder: str | None) -> Fault:
     marker, _, rest = entry.partition("=")
     action, _, times = rest.partition("*")
     action, _, seconds = action.partition(":")
@@ -60,6 +77,6 @@ def _parse(entry: str) -> Fault:
         status = int(action) if action.isdigit() else 0
         if not marker or (not status and action not in ACTIONS):
             raise ValueError
-        return Fault(marker.encode(), action, float(seconds or 0), status, int(times) if times else None)
+        return Fault(marker.encode(), action, float(seconds or 0), status, int(times) if times else None, folder)
     except ValueError:
         raise UsageError(f"BATCHMILL_ECHO_FAULTS: cannot read '{entry}'; write MARKER=action") from None
