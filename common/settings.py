@@ -7,7 +7,7 @@ Precedence: environment, then the file, then the defaults below. A key `section.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,6 +58,10 @@ class Cache(msgspec.Struct, **Strict):
     ttl_s: int | None = None
 
 
+#: What a batch weighs by its priority, unless `scheduler.priority_weights` says otherwise.
+PRIORITY_WEIGHTS = {"low": 1.0, "normal": 4.0, "high": 16.0, "urgent": 64.0}
+
+
 class Scheduler(msgspec.Struct, **Strict):
     """Dispatch, retries and leases."""
 
@@ -79,6 +83,10 @@ class Scheduler(msgspec.Struct, **Strict):
     shards: int = 1
     #: Seconds without a heartbeat after which a standby takes over.
     takeover_s: float = 10.0
+    #: Shares of tenants in a model version's workers; a tenant that is not named has 1.
+    tenants: dict[str, float] = {}
+    #: What a batch weighs among its tenant's by its priority, where it is not `PRIORITY_WEIGHTS`.
+    priority_weights: dict[str, float] = {}
 
 
 class Broker(msgspec.Struct, **Strict):
@@ -281,7 +289,7 @@ def _parse(value: str, kind: Any, name: str) -> Any:
     if getattr(kind, "__origin__", None) is list:
         if not value.lstrip().startswith("["):
             value = f"[{value}]"
-    elif str in options:
+    elif str in options and getattr(kind, "__origin__", None) is not dict:
         return value
     try:
         return yaml.safe_load(value)
@@ -311,6 +319,7 @@ def _check(settings: Settings, where: str, sources: Mapping[str, str]) -> None:
     used = settings.inference.gpu_memory_utilization
     if used is not None and not 0 < used <= 1:
         raise UsageError(f"{place('inference.gpu_memory_utilization')}: {used} is not between 0 and 1")
+    _check_weights(settings, place)
     for key in ("security.dispatch_key", "security.results_key"):
         text = value(key)
         if text is not None and not is_key(text):
@@ -319,6 +328,20 @@ def _check(settings: Settings, where: str, sources: Mapping[str, str]) -> None:
         for name, text in value(key).items():
             if not is_key(text):
                 raise UsageError(f"{place(key)}: key '{name}' must be 64 hex digits")
+
+
+def _check_weights(settings: Settings, place: Callable[[str], str]) -> None:
+    for key, weights in (
+        ("scheduler.tenants", settings.scheduler.tenants),
+        ("scheduler.priority_weights", settings.scheduler.priority_weights),
+    ):
+        for name, weight in weights.items():
+            if not 0 < weight < float("inf"):
+                raise UsageError(f"{place(key)}: the weight of '{name}' is {weight:g}; it must be above 0")
+    unknown = sorted(settings.scheduler.priority_weights.keys() - PRIORITY_WEIGHTS.keys())
+    if unknown:
+        known = ", ".join(PRIORITY_WEIGHTS)
+        raise UsageError(f"{place('scheduler.priority_weights')}: '{unknown[0]}' is no priority; they are {known}")
 
 
 def _url_fault(url: str, schemes: tuple[str, ...]) -> str | None:

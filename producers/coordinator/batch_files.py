@@ -36,11 +36,11 @@ class BatchFiles:
         raw = self._read("plan", start * size, (end - start) * size)
         return np.frombuffer(raw, dtype=PLAN_DTYPE)
 
-    def row_sizes(self, positions: Positions) -> npt.NDArray[np.int64]:
-        """Bytes of each row (positions ascending, close together)."""
+    def row_sizes(self, positions: Positions) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Bytes of each row, and its estimated cost in tokens (positions ascending, close together)."""
         first = int(positions[0])
-        plan = self.plan(first, int(positions[-1]) + 1)
-        return plan["length"][positions - first].astype(np.int64)
+        plan = self.plan(first, int(positions[-1]) + 1)[positions - first]
+        return plan["length"].astype(np.int64), plan["cost"].astype(np.int64)
 
     def rows(self, positions: Positions) -> bytes:
         """A MessagePack array of the rows at these positions (ascending), read in one go and checked."""

@@ -56,7 +56,10 @@ class Book:
     def open(self, batch: Batch) -> Progress:
         """Take up a batch."""
         progress = self.batches[batch.id] = new_progress(batch)
-        self.lane(batch.model).turn.append(batch.id)
+        lane = self.lane(batch.model)
+        lane.batches[batch.id] = lane.fresh[batch.id] = None
+        lane.unweighed.add(batch.id)
+        lane.fair.activate(batch.id, batch.tenant)
         return progress
 
     def forget(self, batch_id: str) -> None:
@@ -66,8 +69,8 @@ class Book:
             return
         self._withdraw(progress)
         lane = self.lanes[progress.batch.model]
-        lane.turn.remove(batch_id)
-        if not lane.turn and not any(c.model == lane.model for c in self.out.values()):
+        lane.drop(batch_id)
+        if not lane.batches and not any(c.model == lane.model for c in self.out.values()):
             del self.lanes[lane.model]
 
     def lane(self, model: str) -> Lane:
@@ -79,7 +82,13 @@ class Book:
 
     def window_used(self, lane: Lane) -> int:
         """Rows of a model version that are sent and not settled."""
-        return sum(self.batches[batch_id].outstanding for batch_id in lane.turn)
+        used = 0
+        for batch_id in list(lane.started):
+            progress = self.batches[batch_id]
+            used += progress.outstanding
+            if progress.complete or not progress.sendable:
+                del lane.started[batch_id]
+        return used
 
     # -- records ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +116,7 @@ class Book:
             if again and taken is None:
                 self._take_from_retries(lane, piece.batch, rows)
             progress.next_pos = max(progress.next_pos, piece.end)
+            lane.started[piece.batch] = None
             if progress.started_at is None:
                 progress.started_at = record.sent_at
             chunk.shares.append(Share(piece.batch, rows, piece.attempt, piece.losses, piece.alone))
@@ -163,8 +173,12 @@ class Book:
                     self._withdraw_retries(progress)
             case Paused() | Resumed():
                 progress.paused = isinstance(decision, Paused)
+                lane = self.lane(progress.batch.model)
+                if progress.id in lane.asleep:
+                    lane.asleep[progress.id] = 0.0
             case Reprioritised():
                 progress.priority = decision.priority
+                self.lane(progress.batch.model).unweighed.add(progress.id)
             case Exhausted():
                 if progress.accepting:
                     rows = unpack_positions(decision.positions)
@@ -178,6 +192,7 @@ class Book:
                 rows = unpack_positions(decision.positions)
                 progress.closed_at = None
                 progress.rows.reopen(rows)
+                self.lane(progress.batch.model).started[progress.id] = None
                 self._retry_open(progress, rows)
             case Failed():
                 progress.failure = decision.reason

@@ -25,6 +25,7 @@ from producers.coordinator.ledger import DiskFull
 from producers.coordinator.packing import Draft, Pick, Wait
 from producers.coordinator.records import Dispatch, Failed, Lost, Type, sent_slice
 from producers.coordinator.records import encode as encode_record
+from producers.coordinator.weights import Weights
 
 log = get(__name__)
 
@@ -49,6 +50,7 @@ class Dispatcher:
         self._codec = codec
         self._publisher = publisher
         self._sizes = sizes
+        self._weights = Weights(settings.scheduler)
         self._files: dict[str, BatchFiles] = {}
         self._outbox: _Sealed | None = None
         self._reconnect = Reconnect()
@@ -104,8 +106,8 @@ class Dispatcher:
             if lane is None:
                 return 3600.0
             room = self._sizes.capacity(model, core.workers)
-            now = time.monotonic()
-            drafted = packing.draft(core.book, lane, room, now, self._settings.scheduler.timeout_ms / 1000)
+            now, wait_s = time.monotonic(), self._settings.scheduler.timeout_ms / 1000
+            drafted = packing.draft(core.book, lane, room, now, time.time(), wait_s, self._weights)
         if isinstance(drafted, Wait):
             return drafted.until - now
         try:
@@ -129,14 +131,18 @@ class Dispatcher:
 
     def _read_sizes(self, drafted: list[Pick]) -> list[Pick]:
         """The picks that fit one message; a batch whose files are damaged fails, alone."""
-        picks, sizes = [], []
+        picks, sizes, costs = [], [], []
         for pick in drafted:
             try:
-                sizes.append(self._files_of(pick.batch).row_sizes(pick.positions))
+                size, cost = self._files_of(pick.batch).row_sizes(pick.positions)
                 picks.append(pick)
+                sizes.append(size)
+                costs.append(cost)
             except (DamagedBatch, KeyError) as exc:
                 self._fail(pick.batch, exc)
-        return packing.trim(picks, sizes, self._settings.scheduler.chunk_bytes)
+        kept = packing.trim(picks, sizes, self._settings.scheduler.chunk_bytes)
+        # As many as were picked, or fewer, in the same order.
+        return [p._replace(cost=int(c[: len(p.positions)].sum())) for p, c in zip(kept, costs, strict=False)]
 
     def _send(self, model: str, drafted: Draft) -> None:
         core = self._core
@@ -169,7 +175,7 @@ class Dispatcher:
                 core.ledger.append(Type.DISPATCH, encoded, {p.batch for p in kept})
                 again = [(p.retry, p.positions) for p in kept if p.retry is not None]
                 core.book.sent(record, time.monotonic(), again, published=False)
-                packing.pass_turn(lane, kept)
+                packing.charge(core.book, lane, kept)
                 core.dirty.update(p.batch for p in kept)
 
         if not core.while_disk_full(log_it) or batch is None:

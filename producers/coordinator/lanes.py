@@ -1,12 +1,12 @@
-"""What is out, what must be sent again, and which batches of a model version take turns. Plain data."""
+"""What is out, what must be sent again, and the batches of a model version. Plain data."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.messages import Failure, infer_queue, node_queue
+from producers.coordinator.fair_queue import FairQueue
 from producers.coordinator.progress import Progress
 from producers.coordinator.row_states import Positions
 
@@ -93,16 +93,34 @@ class Retry:
 
 @dataclass(slots=True)
 class Lane:
-    """One model version: its batches in turn, and what it has to send again."""
+    """One model version: its batches, in the order they came, and what it has to send again."""
 
     model: str
-    turn: deque[str] = field(default_factory=deque)
+    batches: dict[str, None] = field(default_factory=dict)
+    #: Those with rows that were never sent and may go out now.
+    fresh: dict[str, None] = field(default_factory=dict)
+    #: Those with such rows that may not: paused, before their time, outside their hours. Unix seconds of the next look.
+    asleep: dict[str, float] = field(default_factory=dict)
+    #: Those with rows that were sent, until they are seen to be settled.
+    started: dict[str, None] = field(default_factory=dict)
+    #: Whose turn it is.
+    fair: FairQueue = field(default_factory=FairQueue)
+    #: Batches whose weight is not known to it yet, and when all were weighed (monotonic seconds).
+    unweighed: set[str] = field(default_factory=set)
+    weighed_at: float = float("-inf")
     retries: list[Retry] = field(default_factory=list)
     next_order: int = 0
     #: Highest order that a worker was seen to hold, by queue.
     leased_order: dict[str, int] = field(default_factory=dict)
     #: Monotonic seconds since when there is less to send than a full chunk.
     partial_since: float | None = None
+
+    def drop(self, batch_id: str) -> None:
+        """Forget a batch."""
+        for known in (self.batches, self.fresh, self.asleep, self.started):
+            known.pop(batch_id, None)
+        self.unweighed.discard(batch_id)
+        self.fair.forget(batch_id)
 
 
 class Outcome:

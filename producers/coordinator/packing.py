@@ -19,14 +19,18 @@ from common.settings import Scheduler
 from producers.batch import Batch
 from producers.coordinator.book import Book
 from producers.coordinator.lanes import Lane, Retry
+from producers.coordinator.progress import Progress
 from producers.coordinator.records import Exhausted, pack_positions
 from producers.coordinator.row_states import Positions
+from producers.coordinator.weights import Weights
 
 #: Losses from which rows go out with no other rows of that kind beside them, one chunk a worker.
 SUSPECT_LOSSES = 2
 #: A row that was alone in this many lost chunks, and was in at least `CONVICT_LOSSES`, is held to end engines.
 CONVICT_ALONE = 2
 CONVICT_LOSSES = 3
+#: Seconds between two weighings of all batches: deadlines near.
+WEIGH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class Pick(NamedTuple):
     alone: int
     #: Where they come from when they were sent before.
     retry: Retry | None
+    #: Estimated, in tokens.
+    cost: int = 0
 
 
 class Draft(NamedTuple):
@@ -109,27 +115,31 @@ def exhausted(lane: Lane, max_attempts: int) -> list[Exhausted]:
     return found
 
 
-def draft(book: Book, lane: Lane, room: Capacity, now: float, wait_s: float) -> Draft | Wait:
-    """The next chunk of a lane, or how long there is none. Changes nothing but the lane's waiting mark."""
-    due = [r for r in lane.retries if r.not_before <= now]
-    until = min((r.not_before for r in lane.retries if r.not_before > now), default=now + 3600.0)
+def draft(
+    book: Book, lane: Lane, room: Capacity, now: float, wall: float, wait_s: float, weights: Weights
+) -> Draft | Wait:
+    """The next chunk of a lane, or how long there is none. Changes nothing but the lane's marks.
+
+    `now` is in monotonic, `wall` in Unix seconds.
+    """
+    _wake(book, lane, wall)
+    _weigh(book, lane, now, wall, weights)
+    due, until, held = _due(book, lane, now, wall)
     lost = _lost(book, lane, due, room.workers)
     if lost is not None:
         return Draft([Pick(lost.batch, lost.positions, lost.attempt, lost.losses, lost.alone, lost)])
-    again = [r for r in due if not r.losses]
-    ready = sum(len(r.positions) for r in again)
-    unsent = 0
-    for batch_id in lane.turn:
-        progress = book.batches[batch_id]
-        if progress.unsent:
-            # Rows that an earlier leader had answered already.
-            progress.next_pos = progress.rows.settled.full_until(progress.next_pos)
-            unsent += progress.unsent
-    used = book.window_used(lane)
-    fresh = max(0, min(unsent, room.window - used))
+    again: dict[str, list[Retry]] = {}
+    for retry in due:
+        if not retry.losses:
+            again.setdefault(retry.batch, []).append(retry)
+    for batch_id in again:
+        lane.fair.activate(batch_id, book.batches[batch_id].batch.tenant)
+    ready = sum(len(r.positions) for mine in again.values() for r in mine)
+    unsent = _unsent(book, lane, wall, room.window + room.slots * room.target)
+    fresh = max(0, min(unsent, room.window - book.window_used(lane) + held))
     if not ready and not fresh:
         lane.partial_since = None
-        return Wait(until)
+        return Wait(min(until, now + _sleep_s(lane, wall)))
     size = min(room.chunk_size(ready + unsent), room.window)
     if ready + fresh < size:
         out = any(c.model == lane.model for c in book.out.values())
@@ -140,7 +150,69 @@ def draft(book: Book, lane: Lane, room: Capacity, now: float, wait_s: float) -> 
         if now < lane.partial_since + wait_s:
             return Wait(min(until, lane.partial_since + wait_s))
     lane.partial_since = None
-    return Draft(_pack(book, lane, again, size, fresh))
+    return Draft(_pack(book, lane, again, size, fresh, wall))
+
+
+def _wake(book: Book, lane: Lane, wall: float) -> None:
+    """Let batches whose time has come compete again."""
+    for batch_id in [b for b, at in lane.asleep.items() if at <= wall]:
+        del lane.asleep[batch_id]
+        lane.fresh[batch_id] = None
+        lane.fair.activate(batch_id, book.batches[batch_id].batch.tenant)
+
+
+def _sleep_s(lane: Lane, wall: float) -> float:
+    return min(3600.0, min(lane.asleep.values(), default=math.inf) - wall)
+
+
+def _weigh(book: Book, lane: Lane, now: float, wall: float, weights: Weights) -> None:
+    every = now - lane.weighed_at >= WEIGH_S
+    for batch_id in lane.fair.active if every else list(lane.unweighed):
+        lane.fair.weigh(batch_id, *weights.of(book.batches[batch_id], wall))
+    lane.unweighed.clear()
+    if every:
+        lane.weighed_at = now
+
+
+def _due(book: Book, lane: Lane, now: float, wall: float) -> tuple[list[Retry], float, int]:
+    """Retries whose time has come, when others' will (monotonic seconds), and rows of batches that may not go out."""
+    due, until, held = [], now + 3600.0, 0
+    for retry in lane.retries:
+        progress = book.batches[retry.batch]
+        if not progress.dispatchable(wall):
+            held += len(retry.positions)
+            if not progress.paused:
+                until = min(until, now + progress.opens(wall) - wall)
+        elif retry.not_before <= now:
+            due.append(retry)
+        else:
+            until = min(until, retry.not_before)
+    return due, until, held
+
+
+def _unsent(book: Book, lane: Lane, wall: float, enough: int) -> int:
+    """Rows that were never sent and may go out; counts no further than `enough`."""
+    total = 0
+    for batch_id in list(lane.fresh):
+        if total >= enough:
+            break
+        progress = book.batches[batch_id]
+        if not _retire(lane, progress, wall):
+            total += progress.unsent
+    return total
+
+
+def _retire(lane: Lane, progress: Progress, wall: float) -> bool:
+    """True when a batch has nothing fresh that may go out; it is put aside then."""
+    if progress.unsent:
+        # Rows that an earlier leader had answered already.
+        progress.next_pos = progress.rows.settled.full_until(progress.next_pos)
+    if progress.unsent and progress.dispatchable(wall):
+        return False
+    lane.fresh.pop(progress.id, None)
+    if progress.unsent:
+        lane.asleep[progress.id] = math.inf if progress.paused else progress.opens(wall)
+    return True
 
 
 def _lost(book: Book, lane: Lane, due: list[Retry], workers: int) -> Retry | None:
@@ -152,29 +224,38 @@ def _lost(book: Book, lane: Lane, due: list[Retry], workers: int) -> Retry | Non
     return None
 
 
-def _pack(book: Book, lane: Lane, again: list[Retry], size: int, fresh: int) -> list[Pick]:
+def _pack(book: Book, lane: Lane, again: dict[str, list[Retry]], size: int, fresh: int, wall: float) -> list[Pick]:
+    """Rows of the batches whose turn it is, what must be sent again first."""
     picks: list[Pick] = []
     taken = 0
     kind: tuple[float, str] | None = None
-    for retry in again:
-        mine = _kind(book.batches[retry.batch].batch)
-        if taken < size and kind in (None, mine):
-            kind = mine
-            rows = retry.positions[: size - taken]
-            picks.append(Pick(retry.batch, rows, retry.attempt, 0, retry.alone, retry))
-            taken += len(rows)
-    for batch_id in lane.turn:
+    idle = []
+    order = lane.fair.round()
+    while taken < size and (batch_id := order.next()) is not None:
         progress = book.batches[batch_id]
-        mine = _kind(progress.batch)
-        if taken >= size or fresh <= 0 or not progress.unsent or kind not in (None, mine):
+        retries = again.get(batch_id, [])
+        if _retire(lane, progress, wall) and not retries:
+            idle.append(batch_id)
             continue
-        kind = mine
-        start = progress.next_pos
-        end = min(progress.batch.planned, start + min(size - taken, fresh))
-        rows = (start + np.flatnonzero(~progress.rows.settled.span(start, end))).astype(np.uint32)
-        picks.append(Pick(batch_id, rows, 1, 0, 0, None))
-        taken += len(rows)
-        fresh -= len(rows)
+        if kind not in (None, _kind(progress.batch)) or not (retries or fresh > 0):
+            continue
+        kind = _kind(progress.batch)
+        before = taken
+        for retry in retries:
+            if taken < size:
+                rows = retry.positions[: size - taken]
+                picks.append(Pick(batch_id, rows, retry.attempt, 0, retry.alone, retry))
+                taken += len(rows)
+        if taken < size and fresh > 0 and batch_id in lane.fresh:
+            start = progress.next_pos
+            end = min(progress.batch.planned, start + min(size - taken, fresh))
+            rows = (start + np.flatnonzero(~progress.rows.settled.span(start, end))).astype(np.uint32)
+            picks.append(Pick(batch_id, rows, 1, 0, 0, None))
+            taken += len(rows)
+            fresh -= len(rows)
+        order.took((taken - before) * progress.batch.cost / max(1, progress.batch.planned))
+    for batch_id in idle:
+        lane.fair.deactivate(batch_id)
     return picks
 
 
@@ -200,8 +281,11 @@ def trim(picks: list[Pick], sizes: list[npt.NDArray[np.int64]], most: int) -> li
     return kept
 
 
-def pass_turn(lane: Lane, picks: list[Pick]) -> None:
-    """Let the batches that come after the last one served be next."""
-    fresh = [pick.batch for pick in picks if pick.retry is None]
-    if fresh and fresh[-1] in lane.turn:
-        lane.turn.rotate(-(lane.turn.index(fresh[-1]) + 1))
+def charge(book: Book, lane: Lane, picks: list[Pick]) -> None:
+    """The picks were sent: whose turn it is next follows from their cost."""
+    for pick in picks:
+        lane.fair.charge(pick.batch, pick.cost)
+        progress = book.batches.get(pick.batch)
+        if progress is not None and not progress.unsent:
+            lane.fresh.pop(pick.batch, None)
+            lane.fair.deactivate(pick.batch)  # What it has to send again brings it back.

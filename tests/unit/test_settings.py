@@ -121,12 +121,22 @@ def test_every_key_can_be_set_by_environment() -> None:
     for section in msgspec.structs.fields(settings.Settings):
         for field in msgspec.structs.fields(section.type):
             name = f"BATCHMILL_{section.encode_name}_{field.encode_name}".upper()
-            if str in getattr(field.type, "__args__", (field.type,)) and field.type not in (dict[str, str],):
+            mapping = getattr(field.type, "__origin__", None) is dict
+            if str in getattr(field.type, "__args__", (field.type,)) and not mapping:
                 loaded = settings.load(None, env={name: "vllm" if name.endswith("ENGINE") else _text(name)})
                 assert getattr(getattr(loaded, section.encode_name), field.encode_name) is not None
             else:
                 with pytest.raises(UsageError, match=name):
                     settings.load(None, env={name: "{a: [wrong]}"})
+
+
+def test_weights_are_checked() -> None:
+    loaded = settings.load(None, env={"BATCHMILL_SCHEDULER_TENANTS": "{a: 3, b: 0.5}"})
+    assert loaded.scheduler.tenants == {"a": 3.0, "b": 0.5}
+    with pytest.raises(UsageError, match="BATCHMILL_SCHEDULER_TENANTS: the weight of 'a' is 0; it must be above 0"):
+        settings.load(None, env={"BATCHMILL_SCHEDULER_TENANTS": "{a: 0}"})
+    with pytest.raises(UsageError, match="'hasty' is no priority; they are low, normal, high, urgent"):
+        settings.load(None, env={"BATCHMILL_SCHEDULER_PRIORITY_WEIGHTS": "{hasty: 5}"})
 
 
 def _text(name: str) -> str:

@@ -234,7 +234,9 @@ def test_rows_are_read_in_one_go_and_checked(batch_files: tuple[LocalStore, Batc
     some = np.array([3, 4, 9], dtype=np.uint32)
     rows = decode_rows(files.rows(some))
     assert [r.pos for r in rows] == [3, 4, 9]
-    assert files.row_sizes(some).tolist() == [len(msgspec.msgpack.encode(r)) for r in rows]
+    sizes, costs = files.row_sizes(some)
+    assert sizes.tolist() == [len(msgspec.msgpack.encode(r)) for r in rows]
+    assert costs.tolist() == [100] * len(rows)
     assert [r.pos for r in files.each_row(np.arange(50, dtype=np.uint32), most_bytes=40)] == list(range(50))
     raw = bytearray(store.read(f"{folder(batch.id)}/rows"))
     raw[0] ^= 0xFF

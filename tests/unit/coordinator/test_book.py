@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages import VERSION, Failure, Kind, Part, Results, infer_queue, node_queue
+from common.settings import Scheduler
 from producers.batch import Batch, Input, Window
 from producers.coordinator import losses, packing
 from producers.coordinator.book import Book
-from producers.coordinator.packing import Capacity, Pick, Wait
+from producers.coordinator.packing import Capacity, Draft, Pick, Wait
 from producers.coordinator.records import (
     Cancelled,
     Closed,
@@ -23,8 +24,10 @@ from producers.coordinator.records import (
     sent_slice,
     unpack_positions,
 )
+from producers.coordinator.weights import Weights
 from tests.support.coordinators import MODEL, part_of
 
+WEIGHTS = Weights(Scheduler())
 QUEUE = infer_queue(MODEL)
 ROOM = Capacity(target=8, window=40, workers=1, slots=3, floor=2)
 
@@ -62,10 +65,13 @@ class Bench:
         return self.book.lane(MODEL)
 
     def send(self, room: Capacity = ROOM, wait_s: float = 0.0) -> str | Wait:
-        drafted = packing.draft(self.book, self.lane, room, self.now, wait_s)
+        drafted = self.draft(room, wait_s)
         if isinstance(drafted, Wait):
             return drafted
         return self.send_picks(drafted.picks, drafted.node)
+
+    def draft(self, room: Capacity = ROOM, wait_s: float = 0.0) -> Draft | Wait:
+        return packing.draft(self.book, self.lane, room, self.now, self.now, wait_s, WEIGHTS)
 
     def send_picks(self, picks: list[Pick], node: str = "") -> str:
         self.numbers += 1
@@ -79,7 +85,7 @@ class Bench:
         self.log.append(record)
         again = [(p.retry, p.positions) for p in picks if p.retry is not None]
         self.book.sent(record, self.now, again)
-        packing.pass_turn(self.lane, picks)
+        packing.charge(self.book, self.lane, [p._replace(cost=100 * len(p.positions)) for p in picks])
         return record.chunk
 
     def positions(self, chunk: str, batch: str = "a") -> list[int]:
@@ -344,7 +350,7 @@ def test_an_empty_queue_means_missing_but_an_unknown_one_does_not() -> None:
 
 
 def aimed(bench: Bench, node: str) -> str:
-    drafted = packing.draft(bench.book, bench.lane, ROOM, bench.now, 0)
+    drafted = bench.draft()
     assert not isinstance(drafted, Wait)
     return bench.send_picks(drafted.picks, node)
 
@@ -394,7 +400,7 @@ def test_a_workers_own_queue_is_watched_apart_from_the_shared_one() -> None:
 
 def test_a_chunk_that_never_went_out_is_not_missing() -> None:
     bench = Bench(batch_of("a", 8))
-    drafted = packing.draft(bench.book, bench.lane, ROOM, bench.now, 0)
+    drafted = bench.draft()
     assert not isinstance(drafted, Wait)
     record = Dispatch("c", MODEL, 0.0, [sent_slice("a", drafted.picks[0].positions, 1)])
     bench.book.sent(record, bench.now, [], published=False)
@@ -527,7 +533,7 @@ def test_trimming_keeps_the_first_row_whatever_its_size() -> None:
 def test_a_retry_that_does_not_fit_stays_in_part() -> None:
     bench = Bench(batch_of("a", 8))
     bench.lose(str(bench.send()), convict=False)
-    drafted = packing.draft(bench.book, bench.lane, ROOM, bench.now, 0)
+    drafted = bench.draft()
     assert not isinstance(drafted, Wait)
     bench.send_picks(packing.trim(drafted.picks, [np.full(8, 10)], 35))
     assert [r.positions.tolist() for r in bench.lane.retries] == [[3, 4, 5, 6, 7]]
