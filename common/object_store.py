@@ -10,9 +10,12 @@ import contextlib
 import errno
 import uuid
 from collections.abc import Iterator
-from typing import Any, BinaryIO, cast
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, BinaryIO, Self, cast
 
 from common.errors import BatchmillError, StoreFull, Unreachable, UsageError
+from common.store import Fence, FileGroup
 
 #: Bytes of one part of an upload; S3 takes 10,000 parts, so files up to 160 GB.
 PART_BYTES = 16 << 20
@@ -20,6 +23,8 @@ PART_BYTES = 16 << 20
 #: Where an object that is being written can be given up; elsewhere it is written under another name first.
 _DEFERRED = frozenset({"s3", "s3a", "gs", "gcs"})
 _TEMPORARY = ".tmp-"
+#: Objects of a group that are committed at a time.
+_AT_ONCE = 16
 
 
 class ObjectStore:
@@ -114,29 +119,24 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def open_write(self, path: str) -> Iterator[BinaryIO]:
-        what = f"{path}: cannot be written"
-        full = self._full(path)
-        folder, _, name = full.rpartition("/")
-        under = full if self._deferred else f"{folder}/{_TEMPORARY}{uuid.uuid4().hex}-{name}"
-        with self._errors(what):
-            file = self._fs.open(under, "wb", block_size=PART_BYTES, autocommit=not self._deferred)
+        pending = self.begin(path)
         try:
-            yield cast(BinaryIO, _Upload(file, self, what))
-            with self._errors(what):
-                file.close()
-                if self._deferred:
-                    file.commit()
-                else:
-                    self._fs.mv(under, full)
+            yield pending.file
+            pending.finish()
+            pending.commit()
         except BaseException:
-            # Parts that were sent already are given back; the error that led here is the one to report.
-            with contextlib.suppress(Exception):
-                if self._deferred:
-                    file.discard()
-                    file.closed = True  # or it would try to finish the upload when it is collected
-                else:
-                    self._fs.rm(under)
+            pending.discard()
             raise
+
+    def group(self, fence: Fence) -> FileGroup:
+        return _ObjectGroup(self, fence)
+
+    def sweep(self, path: str) -> None:
+        """Objects appear whole, so there is nothing to remove."""
+
+    def begin(self, path: str) -> _Pending:
+        """An object to be written and then committed or discarded."""
+        return _Pending(self, path)
 
     def _full(self, path: str) -> str:
         if path.startswith("/") or ".." in path.split("/"):
@@ -167,6 +167,98 @@ class ObjectStore:
     def errors(self, what: str) -> contextlib.AbstractContextManager[None]:
         """The translation of errors, for files that are being written."""
         return self._errors(what)
+
+
+class _Pending:
+    """An object that is being written and has no name yet."""
+
+    def __init__(self, store: ObjectStore, path: str) -> None:
+        self.path = path
+        self._store = store
+        self._what = f"{path}: cannot be written"
+        self._full = store._full(path)
+        folder, _, name = self._full.rpartition("/")
+        self._under = self._full if store._deferred else f"{folder}/{_TEMPORARY}{uuid.uuid4().hex}-{name}"
+        with store.errors(self._what):
+            self._file = store._fs.open(self._under, "wb", block_size=PART_BYTES, autocommit=not store._deferred)
+        self.file = cast(BinaryIO, _Upload(self._file, store, self._what))
+
+    def finish(self) -> None:
+        """No more bytes come."""
+        with self._store.errors(self._what):
+            self._file.close()
+
+    def commit(self) -> None:
+        """Give it its name."""
+        with self._store.errors(self._what):
+            if self._store._deferred:
+                self._file.commit()
+            else:
+                self._store._fs.mv(self._under, self._full)
+
+    def discard(self) -> None:
+        """Give it up; parts that were sent already are given back. Never raises: an error that led here is reported."""
+        with contextlib.suppress(Exception):
+            if self._store._deferred:
+                self._file.discard()
+                self._file.closed = True  # or it would try to finish the upload when it is collected
+            else:
+                self._store._fs.rm(self._under)
+
+
+class _ObjectGroup:
+    """Objects that are committed together, several at a time: each takes a round trip or two."""
+
+    def __init__(self, store: ObjectStore, fence: Fence) -> None:
+        self._store = store
+        self._fence = fence
+        self._made: list[_Pending] = []
+
+    @contextlib.contextmanager
+    def open_write(self, path: str) -> Iterator[BinaryIO]:
+        pending = self._store.begin(path)
+        try:
+            yield pending.file
+            pending.finish()
+        except BaseException:
+            pending.discard()
+            raise
+        self._made.append(pending)
+
+    def put(self, path: str, data: bytes) -> None:
+        with self.open_write(path) as file:
+            file.write(data)
+
+    def discard(self, folder: str) -> None:
+        for pending in self._made:
+            if pending.path.startswith(f"{folder}/"):
+                pending.discard()
+        self._made = [p for p in self._made if not p.path.startswith(f"{folder}/")]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        made, self._made = self._made, []
+        try:
+            if exc is not None:
+                return
+            self._fence()
+            if len(made) <= 2:
+                while made:
+                    made[0].commit()
+                    made.pop(0)
+                return
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                results = [pool.submit(pending.commit) for pending in made]
+            made = [p for p, result in zip(made, results, strict=True) if result.exception() is not None]
+            for result in results:
+                result.result()
+        finally:
+            for pending in made:
+                pending.discard()
 
 
 class _Upload:

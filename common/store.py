@@ -12,11 +12,41 @@ import io
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol, Self, cast
 
 from common.errors import StoreFull, Unreachable, UsageError
+
+
+#: Called when files are written and have no name yet; what it raises leaves none of them behind.
+Fence = Callable[[], None]
+
+
+class FileGroup(Protocol):
+    """Files that get their names together, when the block that made the group ends without an exception.
+
+    Not all at the same moment: a crash in between leaves some of them, each whole.
+    """
+
+    def open_write(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        """A new file of the group; it is not part of it when the block ends with an exception."""
+        ...
+
+    def put(self, path: str, data: bytes) -> None:
+        """A new file of the group, whole."""
+        ...
+
+    def discard(self, folder: str) -> None:
+        """Take the files of a folder out of the group."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class Store(Protocol):
@@ -62,6 +92,17 @@ class Store(Protocol):
 
     def open_write(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
         """A new file, visible under its name only when the block ends without an exception, durable then."""
+        ...
+
+    def group(self, fence: Fence) -> FileGroup:
+        """Files written together, for few waits on the disk; durable when the group's block has ended.
+
+        `fence` is called between the last byte and the first name.
+        """
+        ...
+
+    def sweep(self, path: str) -> None:
+        """Remove what writers left in a folder that were killed; a writer that is only slow then fails."""
         ...
 
 
@@ -130,7 +171,7 @@ class LocalStore:
     def create_exclusive(self, path: str, data: bytes) -> bool:
         target = self.local_path(path)
         with self.errors(f"{path}: cannot be written"):
-            temporary = self._temporary(target)
+            temporary = self.temporary(target)
             try:
                 with open(temporary, "xb", opener=_private) as file:
                     file.write(data)
@@ -170,11 +211,11 @@ class LocalStore:
         target = self.local_path(path)
         what = f"{path}: cannot be written"
         with self.errors(what):
-            temporary = self._temporary(target)
+            temporary = self.temporary(target)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Only the file's own errors are the store's: the block may do other things that fail.
-            with io.BufferedWriter(_Raw(fd, self, what), 1 << 18) as file:
+            with io.BufferedWriter(RawFile(fd, self, what), 1 << 18) as file:
                 yield cast(BinaryIO, file)
                 file.flush()
                 with self.errors(what):
@@ -185,6 +226,21 @@ class LocalStore:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+    def group(self, fence: Fence) -> FileGroup:
+        from common.local_group import LocalGroup
+
+        return LocalGroup(self, fence)
+
+    def sweep(self, path: str) -> None:
+        with self.errors(f"{path}: cannot be read"):
+            try:
+                names = os.listdir(self.local_path(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            for name in names:
+                if name.startswith(_TEMPORARY):
+                    (self.local_path(path) / name).unlink(missing_ok=True)
 
     def move(self, path: str, to: str) -> None:
         """Rename a file or folder, whole and durable; does nothing when it is gone or `to` is there already."""
@@ -206,7 +262,7 @@ class LocalStore:
         """Create a file held with an exclusive flock from its first moment; the lock ends with the descriptor."""
         target = self.local_path(path)
         with self.errors(f"{path}: cannot be written"):
-            temporary = self._temporary(target)
+            temporary = self.temporary(target)
             fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
@@ -235,7 +291,8 @@ class LocalStore:
                 raise
             return fd
 
-    def _temporary(self, target: Path) -> Path:
+    def temporary(self, target: Path) -> Path:
+        """A new name beside `target`, whose folder is made where it is missing."""
         _make_folders(target.parent)
         return target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
 
@@ -256,7 +313,7 @@ _TEMPORARY = ".tmp-"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class _Raw(io.FileIO):
+class RawFile(io.FileIO):
     """An open file whose write errors are the store's errors."""
 
     def __init__(self, fd: int, store: LocalStore, what: str) -> None:
