@@ -41,7 +41,11 @@ def lines(first: int, count: int) -> bytes:
     """So many short chat requests."""
     made = io.BytesIO()
     for n in range(first, first + count):
-        body = {"model": "echo-test", "max_tokens": 16, "messages": [{"role": "user", "content": f"{n:09d} " + "x" * 300}]}
+        body = {
+            "model": "echo-test",
+            "max_tokens": 16,
+            "messages": [{"role": "user", "content": f"{n:09d} " + "x" * 300}],
+        }
         made.write(json.dumps({"custom_id": f"request-{n:09d}", "body": body}).encode() + b"\n")
     return made.getvalue()
 
@@ -81,7 +85,7 @@ def run(kind: str, engine: str, requests: int, size: int) -> dict[str, Any]:
                 usages = {role: Usage(pid) for role, pid in pids.items()} | {"worker": Usage(worker.pid)}
                 coordinator = processes.coordinator(env)
                 usages["coordinator"] = Usage(coordinator.pid)
-                seconds = follow(folder / "store", requests // size, usages)
+                seconds = follow(folder / "store", usages)
                 for usage in usages.values():
                     usage.read()
             finally:
@@ -98,7 +102,7 @@ def run(kind: str, engine: str, requests: int, size: int) -> dict[str, Any]:
     }
 
 
-def follow(store: Path, batches: int, usages: dict[str, Usage]) -> float:
+def follow(store: Path, usages: dict[str, Usage]) -> float:
     """Seconds from the first dispatch until every batch has ended (its marker is gone)."""
     active, first = store / "active" / "0", 0.0
     while True:
@@ -115,7 +119,10 @@ def follow(store: Path, batches: int, usages: dict[str, Usage]) -> float:
 def show(one: dict[str, Any], many: dict[str, Any]) -> None:
     """Print the two runs of one broker and engine."""
     print(f"\n{one['broker']}, {one['engine']} engine, {one['requests']:,} requests")
-    print(f"  {'batches':>10}{'submit s':>12}{'ms a batch':>12}{'run s':>10}{'requests/s':>12}{'coord. MB':>11}  CPU µs a request")
+    print(
+        f"  {'batches':>10}{'submit s':>12}{'ms a batch':>12}{'run s':>10}"
+        f"{'requests/s':>12}{'coord. MB':>11}  CPU µs a request"
+    )
     for figures in (one, many):
         cpu = ", ".join(f"{role} {cost:.0f}" for role, cost in figures["cpu_us"].items())
         print(

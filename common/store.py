@@ -19,7 +19,6 @@ from typing import Any, BinaryIO, Protocol, Self, cast
 
 from common.errors import StoreFull, Unreachable, UsageError
 
-
 #: Called when files are written and have no name yet; what it raises leaves none of them behind.
 Fence = Callable[[], None]
 

@@ -22,7 +22,7 @@ from blake3 import blake3
 from common.lines import encode_marks, error_line
 from common.logs import get
 from common.messages import Row
-from common.store import Store
+from common.store import FileGroup
 from producers.batch import Batch, folder
 from producers.coordinator.batch_files import BatchFiles
 from producers.coordinator.ledger import Reader
@@ -118,13 +118,13 @@ class Assembler:
         self._lost_marks = encode_marks(source.batch.model, attempts=0)
         self._looked_at = time.monotonic()
 
-    def to_store(self, store: Store) -> Assembled:
-        """Write `output.jsonl` and `errors.jsonl`; they get their names when they are whole.
+    def to_group(self, group: FileGroup) -> Assembled:
+        """Write `output.jsonl` and `errors.jsonl` into a group of files.
 
         `MissingRows` when a settled row's record cannot be read, `DamagedBatch` when the batch's files cannot.
         """
         base = folder(self._batch.id)
-        with store.open_write(f"{base}/{OUTPUT_FILE}") as output, store.open_write(f"{base}/{ERRORS_FILE}") as errors:
+        with group.open_write(f"{base}/{OUTPUT_FILE}") as output, group.open_write(f"{base}/{ERRORS_FILE}") as errors:
             return self.write(output, errors)
 
     def write(self, output: BinaryIO, errors: BinaryIO) -> Assembled:

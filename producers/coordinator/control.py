@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
+from collections.abc import Iterator
 
 import msgspec
 
@@ -14,7 +16,7 @@ from common.logs import get
 from common.store import LocalStore, Store
 from producers.batch import FINAL, Batch, Command, Status, folder, read_batch, read_status
 from producers.coordinator.core import Core, trouble_of
-from producers.coordinator.finalizer import Finalizer
+from producers.coordinator.finalizer import LARGE, Finalizer
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.progress import Progress
 from producers.coordinator.records import Cancelled, Closed
@@ -30,6 +32,16 @@ PERIOD_OBJECT_STORE_S = 2.0
 RECOVER_S = 60.0
 #: Seconds between two status files of a batch whose status word did not change.
 STATUS_S = 1.0
+#: Seconds between two rounds of status files while many batches run, and files of a round.
+_SAY_S = 0.5
+_AT_ONCE = 64
+#: Batches whose status is written as soon as it changes.
+_FEW = 8
+#: Seconds between two looks while there is always a reason to.
+_PAUSE_S = 0.02
+#: Seconds for which a batch is left alone whose files made trouble.
+TROUBLED_S = 5.0
+_NEVER: tuple[float, str, str | None] = (float("-inf"), "", None)
 #: Seconds a cancelled batch waits for what is in engines, at most.
 CANCEL_S = 10.0
 #: Reasons shown beside a status, the gravest first.
@@ -62,6 +74,9 @@ class Control:
         self._odd: set[str] = set()
         #: batch → monotonic seconds when its cancel was seen.
         self._cancelling: dict[str, float] = {}
+        #: batch → monotonic seconds until which it is left alone, since its files made trouble that is its own.
+        self._troubled: dict[str, float] = {}
+        self._said_at = float("-inf")
         #: Models whose gauge was set.
         self._gauged: set[str] = set()
         self._looked_at = float("-inf")
@@ -82,6 +97,8 @@ class Control:
                 for name in ("store_unreachable", "disk_full"):
                     core.trouble(name, "control", False)
             core.control.wait(0.05 if self._cancelling else self._period)
+            # Under load there is always a reason to look; not every result is one.
+            core.stop.wait(_PAUSE_S)
 
     def tick(self) -> None:
         """One look."""
@@ -97,6 +114,33 @@ class Control:
         self._close_complete()
         self.say_all()
         self._gauge()
+
+    @contextlib.contextmanager
+    def _apart(self, batch_id: str) -> Iterator[None]:
+        """A trouble with one batch's files holds up no other batch; one with the store as a whole goes through."""
+        try:
+            yield
+        except (OSError, Unreachable) as exc:
+            if not self._store_works():
+                raise
+            log.error("batch_trouble", batch=batch_id, error=type(exc).__name__)
+            self._troubled[batch_id] = time.monotonic() + TROUBLED_S
+
+    def _store_works(self) -> bool:
+        try:
+            self._leadership.beat()
+        except (OSError, Unreachable):
+            return False
+        return True
+
+    def _left_alone(self, batch_id: str) -> bool:
+        until = self._troubled.get(batch_id)
+        if until is None:
+            return False
+        if time.monotonic() < until:
+            return True
+        del self._troubled[batch_id]
+        return False
 
     def _gauge(self) -> None:
         book = self._core.book
@@ -117,9 +161,11 @@ class Control:
         names = self._store.list(self._active)
         self._odd &= set(names)
         for batch_id in names:
-            if batch_id in core.book.batches or batch_id in self._odd:
+            if batch_id in core.book.batches or batch_id in self._odd or self._left_alone(batch_id):
                 continue
-            batch = self._read(batch_id)
+            batch = None
+            with self._apart(batch_id):
+                batch = self._read(batch_id)
             if batch is None:
                 continue
             with core.lock:
@@ -139,11 +185,21 @@ class Control:
             log.error("batch_unreadable", batch=batch_id, error=type(exc).__name__)
             self._fail_unreadable(batch_id, exc)
             return None
-        if read_status(self._store, batch).status in FINAL:
+        if self._has_ended(batch):
             # The coordinator ended between the last status and this.
             self._store.delete(f"{self._active}/{batch_id}")
             return None
+        # From here on this coordinator writes there: an earlier one that hangs in the middle of it then fails.
+        self._store.sweep(folder(batch_id))
         return batch
+
+    def _has_ended(self, batch: Batch) -> bool:
+        try:
+            return read_status(self._store, batch).status in FINAL
+        except msgspec.DecodeError:
+            # Damaged: it is made anew, and so are the outputs if there were any.
+            log.error("status_unreadable", batch=batch.id)
+            return False
 
     def _fail_unreadable(self, batch_id: str, exc: Exception) -> None:
         try:
@@ -154,8 +210,8 @@ class Control:
             return  # Nothing there to write into; it may still be on its way.
         reason = f"{base}/batch.json: cannot be read ({type(exc).__name__}); submit the file again"
         now = time.time()
-        self._leadership.check()
-        self._files.say(Status(id=batch_id, status="failed", reason=reason, created_at=now, finished_at=now))
+        status = Status(id=batch_id, status="failed", reason=reason, created_at=now, finished_at=now)
+        self._files.say(status, self._leadership.check)
         self._store.delete(f"{self._active}/{batch_id}")
 
     # -- commands --------------------------------------------------------------------------------------------------
@@ -167,19 +223,28 @@ class Control:
                 progress = core.book.batches.get(batch_id)
             if progress is None:
                 continue
-            for name in self._store.list(f"control/{batch_id}"):
-                path = f"control/{batch_id}/{name}"
-                try:
-                    command = msgspec.json.decode(self._store.read(path), type=Command)
-                except FileNotFoundError:
-                    continue
-                except msgspec.DecodeError:
-                    log.error("command_unreadable", batch=batch_id, file=name)
-                    self._store.delete(path)
-                    continue
-                if not self._obey(progress, command):
+            with self._apart(batch_id):
+                if not self._fold_commands_of(progress):
                     return
+
+    def _fold_commands_of(self, progress: Progress) -> bool:
+        """Obey what is asked of one batch; False when the coordinator stops meanwhile."""
+        for name in self._store.list(f"control/{progress.id}"):
+            path = f"control/{progress.id}/{name}"
+            try:
+                command = msgspec.json.decode(self._store.read(path), type=Command)
+            except FileNotFoundError:
+                continue
+            except msgspec.DecodeError:
+                log.error("command_unreadable", batch=progress.id, file=name)
                 self._store.delete(path)
+                continue
+            if not self._obey(progress, command):
+                return False
+            # Between the decision and this: a record that a later leader does not count must not cost the command.
+            self._leadership.check()
+            self._store.delete(path)
+        return True
 
     def _clear_commands(self) -> None:
         """Put away commands that came too late for their batch."""
@@ -190,7 +255,7 @@ class Control:
                 batch = read_batch(self._store, batch_id)
             except (UsageError, msgspec.DecodeError):
                 continue
-            if batch.shard == self._core.shard and read_status(self._store, batch).status in FINAL:
+            if batch.shard == self._core.shard and self._has_ended(batch):
                 self._store.delete(f"control/{batch_id}")
 
     def _obey(self, progress: Progress, command: Command) -> bool:
@@ -216,13 +281,13 @@ class Control:
         for progress in batches:
             if progress.closed_at is not None:
                 if progress.final is None:
-                    self._finalizer.submit(progress.id)
+                    self._finalizer.submit(progress)
             elif progress.complete or self._is_drained(progress):
                 decision = Closed(progress.id, time.time())
                 if not core.while_disk_full(functools.partial(core.decide, decision)):
                     return
                 self._cancelling.pop(progress.id, None)
-                self._finalizer.submit(progress.id)
+                self._finalizer.submit(progress)
 
     def _is_drained(self, progress: Progress) -> bool:
         """True when a cancelled batch has nothing left in engines, or had the time to."""
@@ -250,33 +315,57 @@ class Control:
         """Write the status files that are due; all that are out of date when this is the `last` time."""
         core = self._core
         now = time.monotonic()
+        if not last and now - self._said_at < _SAY_S and len(core.dirty) > _FEW:
+            return
+        self._said_at = now
         with core.lock:
-            due = []
-            for batch_id in list(core.dirty):
+            due: list[Status] = []
+            for batch_id in sorted(core.dirty, key=lambda b: self._said.get(b, _NEVER)[0]):
                 progress = core.book.batches.get(batch_id)
                 if progress is None:
                     core.dirty.discard(batch_id)
                     self._said.pop(batch_id, None)
-                elif progress.final is None:
+                elif progress.final is None and (last or not self._waits(progress)):
                     status = progress.status()
                     if status.reason is None:
                         status.reason = self._reason(progress)
-                    at, word, reason = self._said.get(batch_id, (float("-inf"), "", None))
-                    if last or (word, reason) != (status.status, status.reason) or now - at >= STATUS_S:
+                    if last or self._is_due(progress, status, now):
                         due.append(status)
                         # Here, where the status was read: what changes from now on makes it dirty again.
                         core.dirty.discard(batch_id)
-        if not due:
-            return
+                        if len(due) >= _AT_ONCE and not last:
+                            break
+        if due:
+            self._say(due, now)
+
+    def _waits(self, progress: Progress) -> bool:
+        """True when nothing is said of a batch now, whatever has changed."""
+        if self._left_alone(progress.id):
+            return True
+        # The last word on a small batch follows at once.
+        ending = progress.closed_at is not None and progress.batch.requests < LARGE and progress.trouble is None
+        return ending and time.time() - (progress.closed_at or 0.0) < STATUS_S
+
+    def _is_due(self, progress: Progress, status: Status, now: float) -> bool:
+        at, word, reason = self._said.get(progress.id, _NEVER)
+        return (word, reason) != (status.status, status.reason) or now - at >= STATUS_S
+
+    def _say(self, due: list[Status], now: float) -> None:
+        core = self._core
         try:
-            self._leadership.check()
-            for status in due:
-                self._files.say(status, functools.partial(self._is_open, status.id))
-                self._said[status.id] = (now, status.status, status.reason)
+            self._files.say_all(due, self._leadership.check, self._is_open)
         except (OSError, Unreachable):
             with core.lock:
-                core.dirty.update(s.id for s in due)
-            raise
+                core.dirty.update(status.id for status in due)
+            if not self._store_works():
+                raise
+            for status in due:
+                # One of them has a trouble of its own.
+                with self._apart(status.id):
+                    self._files.say(status, self._leadership.check, self._is_open)
+                    core.dirty.discard(status.id)
+        for status in due:
+            self._said[status.id] = (now, status.status, status.reason)
 
     def _is_open(self, batch_id: str) -> bool:
         with self._core.lock:

@@ -1,118 +1,201 @@
-"""Ends batches: assembles the outputs of those that are closed, says so, and lets their records go."""
+"""Ends batches: assembles the outputs of those that are closed, says so, and lets their records go.
+
+Small batches are ended in groups, so that ten thousand of them do not wait for the disk ten thousand times; large ones
+one at a time on a thread of their own, so that nobody waits for a long assembly. A batch that cannot be ended (its
+folder is not writable, the disk is full) is tried again later, by itself, and holds up no other.
+"""
 
 from __future__ import annotations
 
 import functools
-import queue
+import threading
 import time
+from typing import NamedTuple
 
 from common.errors import Unreachable
 from common.logs import get
-from common.store import Store
-from producers.batch import Counts, folder
+from common.store import FileGroup, Store
+from producers.batch import Counts, Status, folder
 from producers.coordinator import summary
 from producers.coordinator.assembler import Assembled, Assembler, MissingRows, Source, Stopped
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.batch_files import BatchFiles, DamagedBatch
 from producers.coordinator.core import Core, trouble_of
+from producers.coordinator.end_queue import EndQueue
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.ledger import DiskFull, Reader
 from producers.coordinator.progress import Progress
-from producers.coordinator.records import Cancelled, Expired, Failed, Finalised, Reopened, Type, encode, pack_positions
+from producers.coordinator.records import (
+    Cancelled,
+    Cut,
+    Expired,
+    Failed,
+    Finalised,
+    Reopened,
+    Type,
+    encode,
+    pack_positions,
+)
 from producers.coordinator.status_files import StatusFiles
 
 log = get(__name__)
 
-_STATUS_OF_CUT: dict[type, str] = {Cancelled: "cancelled", Expired: "expired"}
+_STATUS_OF_CUT: dict[type[Cut] | type[None], str] = {Cancelled: "cancelled", Expired: "expired"}
+
+#: Requests from which a batch counts as large.
+LARGE = 4096
+#: Small batches that are ended together, at most.
+TOGETHER = 256
+
+
+class _Ended(NamedTuple):
+    progress: Progress
+    status: Status
 
 
 class Finalizer:
-    """One thread: `run` until the core stops. `submit` a batch whose `Closed` or `Failed` record is in the ledger."""
+    """Two threads: `run` until the core stops. `submit` a batch whose `Closed` or `Failed` record is in the ledger."""
 
     def __init__(self, core: Core, store: Store, leadership: Leadership, files: StatusFiles) -> None:
         self._core = core
         self._files = files
         self._store = store
         self._leadership = leadership
-        self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._small, self._large = EndQueue(), EndQueue()
+        self._lock = threading.Lock()
         self._known: set[str] = set()
+        self._again: dict[str, Reconnect] = {}
 
-    def submit(self, batch_id: str) -> None:
+    def submit(self, progress: Progress) -> None:
         """Let a batch be ended; no effect when it is on its way already."""
-        if batch_id not in self._known:
-            self._known.add(batch_id)
-            self._waiting.put(batch_id)
-
-    def run(self) -> None:
-        """End batches, one at a time, until the core stops."""
-        core = self._core
-        while not core.stop.is_set():
-            try:
-                batch_id = self._waiting.get(timeout=0.5)
-            except queue.Empty:
-                continue
-            if batch_id is None:
+        with self._lock:
+            if progress.id in self._known:
                 return
-            with core.lock:
-                progress = core.book.batches.get(batch_id)
-            if progress is not None:
-                self._end(progress)
-            self._known.discard(batch_id)
+            self._known.add(progress.id)
+        self._queue_of(progress).put(progress.id)
+
+    def run_small(self) -> None:
+        """End small batches, many at a time, until the core stops."""
+        self._run(self._small, TOGETHER)
+
+    def run_large(self) -> None:
+        """End large batches, one at a time, until the core stops."""
+        self._run(self._large, 1)
 
     def wake(self) -> None:
-        """Let `run` see that the core stops."""
-        self._waiting.put(None)
+        """Let both threads see that the core stops."""
+        self._small.close()
+        self._large.close()
 
-    def _end(self, progress: Progress) -> None:
-        """End one batch, over and over while the disk is full or the store is away."""
-        again = Reconnect()
-        while not self._core.stop.is_set():
-            try:
-                self._attempt(progress)
-            except Stopped:
-                return
-            except (OSError, DiskFull, Unreachable) as exc:
-                name = trouble_of(exc)
-                log.error("assembly_failed", batch=progress.id, reason=name, error=type(exc).__name__)
-                self._core.trouble(name, "finalizer", True)
-                self._core.stop.wait(again.failed())
-                continue
-            break
-        for name in ("disk_full", "store_unreachable"):
-            self._core.trouble(name, "finalizer", False)
+    def _queue_of(self, progress: Progress) -> EndQueue:
+        return self._large if progress.batch.requests >= LARGE else self._small
 
-    def _attempt(self, progress: Progress) -> None:
+    def _run(self, waiting: EndQueue, most: int) -> None:
+        core = self._core
+        try:
+            while not core.stop.is_set():
+                taken = waiting.take(most, 0.5)
+                with core.lock:
+                    group = [core.book.batches[b] for b in taken if b in core.book.batches]
+                if group:
+                    self._end(group)
+        except Stopped:
+            return
+
+    # -- ending ----------------------------------------------------------------------------------------------------
+
+    def _end(self, group: list[Progress]) -> None:
+        """End a group of batches; those that cannot be come again later. `Stopped` when the coordinator stops."""
         core = self._core
         if not core.wait_durable(core.ledger.written):
             raise Stopped
-        self._leadership.check()
         began = time.monotonic()
+        ended: list[_Ended] = []
         try:
-            assembled = self._assemble(progress)
+            self._leadership.check()
+            self._write(group, ended)
+            self._files.say_all([one.status for one in ended], self._leadership.check)
+        except (OSError, DiskFull, Unreachable) as exc:
+            # Nobody can tell whose fault it is, so each is tried by itself.
+            for one in ended:
+                self._try_later(one.progress, exc)
+            return
+        self._conclude(ended)
+        seconds = round(time.monotonic() - began, 3)
+        for progress, said in ended:
+            log.info(
+                "batch_ended",
+                batch=progress.id,
+                status=said.status,
+                requests=progress.batch.requests,
+                seconds=seconds,
+                together=len(ended),
+            )
+
+    def _write(self, group: list[Progress], ended: list[_Ended]) -> None:
+        """Write the output files and summaries; a batch with a trouble of its own is left out of `ended`."""
+        reader = Reader(self._core.ledger, owner=True)
+        try:
+            with self._store.group(self._leadership.check) as files:
+                for progress in group:
+                    try:
+                        done = self._write_one(progress, files, reader)
+                    except (OSError, DiskFull, Unreachable) as exc:
+                        files.discard(folder(progress.id))
+                        self._try_later(progress, exc)
+                        continue
+                    if done is None:
+                        files.discard(folder(progress.id))
+                        with self._lock:
+                            self._known.discard(progress.id)
+                    else:
+                        ended.append(done)
+        finally:
+            reader.close()
+
+    def _write_one(self, progress: Progress, files: FileGroup, reader: Reader) -> _Ended | None:
+        """Write one batch's files; None when it is not ended after all."""
+        core = self._core
+        try:
+            assembled = self._assemble(progress, files, reader)
         except MissingRows as missing:
             log.error("rows_reopened", batch=progress.id, rows=len(missing.positions))
             core.while_disk_full(
                 functools.partial(core.decide, Reopened(progress.id, pack_positions(missing.positions)))
             )
-            return
+            return None
         except DamagedBatch as damaged:
+            files.discard(folder(progress.id))
             log.error("batch_damaged", batch=progress.id, reason=damaged.reason)
             if progress.failure is None:
                 core.while_disk_full(functools.partial(core.decide, Failed(progress.id, damaged.reason, time.time())))
-                self._attempt(progress)
-                return
+                if not core.wait_durable(core.ledger.written):
+                    raise Stopped from None
+                return self._write_one(progress, files, reader)
             assembled = None  # Not even what is answered can be put in order.
-        self._leadership.check()
-        self._conclude(progress, assembled)
-        log.info(
-            "batch_ended",
-            batch=progress.id,
-            status=progress.final,
-            requests=progress.batch.requests,
-            seconds=round(time.monotonic() - began, 3),
-        )
+        batch = progress.batch
+        word = "failed" if progress.failure else _STATUS_OF_CUT.get(type(progress.cut), "completed")
+        if assembled is not None:
+            closed_at = progress.closed_at if progress.closed_at is not None else time.time()
+            made = summary.encode(
+                batch,
+                word,
+                assembled,
+                progress.usage,
+                progress.started_at,
+                closed_at,
+                progress.resent,
+                progress.duplicates,
+            )
+            files.put(f"{folder(batch.id)}/summary.json", made)
+        with core.lock:
+            progress.final = word
+            said = progress.status()
+        if assembled is not None and word != "failed":
+            said.request_counts = Counts(batch.requests, assembled.completed, assembled.failed)
+        return _Ended(progress, said)
 
-    def _assemble(self, progress: Progress) -> Assembled | None:
+    def _assemble(self, progress: Progress, group: FileGroup, reader: Reader) -> Assembled:
         core = self._core
         with core.lock:
             source = Source(
@@ -122,43 +205,42 @@ class Finalizer:
                 partial=progress.failure is not None,
                 stop=core.stop.is_set,
             )
-        reader = Reader(core.ledger)
-        try:
-            files = BatchFiles(self._store, progress.batch)
-            return Assembler(source, reader, files, core.ledger.folder).to_store(self._store)
-        finally:
-            reader.close()
+        files = BatchFiles(self._store, progress.batch)
+        return Assembler(source, reader, files, core.ledger.folder).to_group(group)
 
-    def _conclude(self, progress: Progress, assembled: Assembled | None) -> None:
-        core, batch = self._core, progress.batch
-        status = "failed" if progress.failure else _STATUS_OF_CUT.get(type(progress.cut), "completed")
-        base = folder(batch.id)
-        closed_at = progress.closed_at if progress.closed_at is not None else time.time()
-        if assembled is not None:
-            self._store.put_atomic(
-                f"{base}/summary.json",
-                summary.encode(
-                    batch,
-                    status,
-                    assembled,
-                    progress.usage,
-                    progress.started_at,
-                    closed_at,
-                    progress.resent,
-                    progress.duplicates,
-                ),
-            )
-        with core.lock:
-            progress.final = status
-            said = progress.status()
-        if assembled is not None and status != "failed":
-            said.request_counts = Counts(batch.requests, assembled.completed, assembled.failed)
-        self._files.say(said)
-        self._store.delete(f"active/{batch.shard}/{batch.id}")
-        self._store.delete(f"control/{batch.id}")
-        core.while_disk_full(lambda: core.ledger.append(Type.FINALISED, encode(Finalised(batch.id, status))))
-        with core.lock:
-            core.book.forget(batch.id)
-            core.dirty.discard(batch.id)
-        core.ledger.release(batch.id)
+    def _conclude(self, ended: list[_Ended]) -> None:
+        """The final statuses stand: the batches are work no more, and need no records."""
+        core = self._core
+        for progress, said in ended:
+            batch = progress.batch
+            self._put_away(f"active/{batch.shard}/{batch.id}")
+            self._put_away(f"control/{batch.id}")
+            record = encode(Finalised(batch.id, said.status))
+            core.while_disk_full(functools.partial(core.ledger.append, Type.FINALISED, record))
+            with core.lock:
+                core.book.forget(batch.id)
+                core.dirty.discard(batch.id)
+            with self._lock:
+                self._known.discard(batch.id)
+                self._again.pop(batch.id, None)
+        core.ledger.release([progress.id for progress, _ in ended])
         core.dispatch.set()
+
+    def _put_away(self, path: str) -> None:
+        """Remove what says that there is work. What stays is removed when a coordinator next looks for work."""
+        try:
+            self._store.delete(path)
+        except (OSError, Unreachable) as exc:
+            log.warning("not_removed", path=path, error=type(exc).__name__)
+
+    def _try_later(self, progress: Progress, exc: Exception) -> None:
+        name = trouble_of(exc)
+        log.error("assembly_failed", batch=progress.id, reason=name, error=type(exc).__name__)
+        with self._lock:
+            delay = self._again.setdefault(progress.id, Reconnect()).failed()
+        with self._core.lock:
+            progress.final = None
+            progress.trouble = name
+            self._core.dirty.add(progress.id)
+        self._core.control.set()
+        self._queue_of(progress).put_later(progress.id, delay)

@@ -74,15 +74,20 @@ class Leadership:
         return False
 
     def check(self) -> None:
-        """`Ousted` when a later epoch exists; called before anything is sealed, assembled or said."""
+        """`Ousted` when a later epoch exists; called before anything is sealed, assembled or said.
+
+        As the fence of a group of files it is exact on a local disk: whoever leads later sweeps a batch's folder before
+        it writes there, so that a file which was written, but not named, before that leader's epoch never gets a name.
+        """
         latest = self._latest()
         if latest > self.epoch:
             raise Ousted(f"shard {self._shard}: epoch {latest} leads now, this was {self.epoch}")
 
     def beat(self) -> None:
-        """Write the heartbeat."""
+        """Write the heartbeat; `Ousted` when it is another's by now."""
         beat = Heartbeat(epoch=self.epoch, host=self._host, pid=os.getpid(), at=time.time())
-        self._store.put_atomic(self._path, msgspec.json.encode(beat))
+        with self._store.group(self.check) as group:
+            group.put(self._path, msgspec.json.encode(beat))
 
     def resign(self) -> None:
         """Let the next one lead at once, wherever it is."""

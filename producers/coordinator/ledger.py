@@ -21,7 +21,7 @@ from common.logs import get
 from common.store import sync_folder
 from producers.coordinator import segments
 from producers.coordinator.records import Type
-from producers.coordinator.segments import Damage, Name, Record, Seal
+from producers.coordinator.segments import Damage, Name, Record
 
 log = get(__name__)
 
@@ -133,7 +133,7 @@ class Ledger:
                     yield item
             if seal is None:
                 # What the scan made of it is what counts from now on, whatever its old writer still appends.
-                seal = segments.write_seal(path, Seal(end, self._epoch), sync_folder)
+                seal = segments.write_seal(path, segments.seal_of(end, self._epoch), sync_folder)
             segment.length = seal.length
         finally:
             os.close(fd)
@@ -204,11 +204,12 @@ class Ledger:
         with self._lock:
             return self._changed.wait_for(lambda: self._written > after or self._closed, timeout) and not self._closed
 
-    def release(self, batch: str) -> None:
-        """A batch needs its records no more; segments that are needed by none are deleted."""
+    def release(self, batches: Iterable[str]) -> None:
+        """These batches need their records no more; segments that are needed by none are deleted."""
+        gone = set(batches)
         with self._lock:
             for segment in self._segments.values():
-                segment.batches.discard(batch)
+                segment.batches -= gone
             self._drop()
 
     def has_space(self) -> bool:
@@ -301,16 +302,25 @@ class Paths(Protocol):
 
 
 class Reader:
-    """Reads records by place; one thread at a time."""
+    """Reads records by place; one thread at a time.
 
-    def __init__(self, ledger: Paths, keep_open: int = 16) -> None:
+    `owner`: nobody else deletes segments, so that one that is gone is damage, and not an end that came meanwhile.
+    """
+
+    def __init__(self, ledger: Paths, keep_open: int = 16, *, owner: bool = False) -> None:
         self._ledger = ledger
         self._keep = keep_open
+        self._owner = owner
         self._open: dict[int, tuple[int, bytes]] = {}
 
     def read(self, place: int) -> Record | None:
-        """The record, or None when it is damaged."""
-        fd, seed = self._segment(place >> OFFSET_BITS)
+        """The record; None when it is damaged. Of a segment that is gone `FileNotFoundError`, for its owner None."""
+        try:
+            fd, seed = self._segment(place >> OFFSET_BITS)
+        except FileNotFoundError:
+            if not self._owner:
+                raise
+            return None
         return segments.read_record(fd, seed, place & _OFFSET_MASK)
 
     def pread(self, place: int, length: int) -> bytes:

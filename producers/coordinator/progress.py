@@ -34,6 +34,8 @@ class Progress:
     closed_at: float | None = None
     #: Why the batch cannot be processed.
     failure: str | None = None
+    #: What keeps the end of this batch alone from being written; said beside its status.
+    trouble: str | None = None
     #: Final status, once the outputs stand.
     final: str | None = None
     #: A person said that nothing more is to be sent for now.
@@ -90,7 +92,7 @@ class Progress:
         return Status(
             id=self.batch.id,
             status=self._word(),
-            reason=self.failure,
+            reason=self.failure or (self.trouble if self.final is None else None),
             model=self.batch.model,
             name=self.batch.name,
             request_counts=Counts(

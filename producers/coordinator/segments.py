@@ -17,7 +17,10 @@ from typing import NamedTuple
 import msgspec
 
 from common.codec import MAX_PAYLOAD
+from common.logs import get
 from producers.coordinator.records import Type
+
+log = get(__name__)
 
 _MAGIC = b"BMWAL1\0\n"
 _SEED = 8
@@ -60,6 +63,13 @@ class Seal(msgspec.Struct, frozen=True):
 
     length: int
     by_epoch: int
+    #: CRC32 of the two numbers; 0 in the seals of an earlier version.
+    crc: int = 0
+
+
+def seal_of(length: int, by_epoch: int) -> Seal:
+    """A seal with its check sum."""
+    return Seal(length, by_epoch, zlib.crc32(b"%d %d" % (length, by_epoch)))
 
 
 def parse_name(text: str) -> Name | None:
@@ -172,11 +182,21 @@ def seal_path(segment: Path) -> Path:
 
 
 def read_seal(segment: Path) -> Seal | None:
-    """The seal of a segment, if it has one."""
+    """The seal of a segment, if it has one that can be read.
+
+    Without it every whole record counts. That costs nothing but what an old leader may have written behind it, and
+    results that come twice count once.
+    """
     try:
-        return msgspec.json.decode(seal_path(segment).read_bytes(), type=Seal)
+        seal: Seal | None = msgspec.json.decode(seal_path(segment).read_bytes(), type=Seal)
     except FileNotFoundError:
         return None
+    except msgspec.DecodeError:
+        seal = None
+    if seal is None or (seal.crc and seal != seal_of(seal.length, seal.by_epoch)):
+        log.error("seal_damaged", segment=segment.name)
+        return None
+    return seal
 
 
 def write_seal(segment: Path, seal: Seal, sync: Callable[[Path], None]) -> Seal:
@@ -194,7 +214,9 @@ def write_seal(segment: Path, seal: Seal, sync: Callable[[Path], None]) -> Seal:
         os.link(temporary, target)
     except FileExistsError:
         existing = read_seal(segment)
-        return existing if existing is not None else seal
+        if existing is not None:
+            return existing
+        temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
     sync(segment.parent)

@@ -1,7 +1,7 @@
 """The coordinator of one shard: leads, reads its ledger, and runs its threads until it is told to stop.
 
 Threads: results (consume, log, acknowledge), commits (fsync), dispatch (read, publish), live (leases, losses),
-finalizer (assembly), heartbeat, intake (`batchmill.submit`), and control, which is the calling one.
+finalizer and finalizer-large (assembly), heartbeat, intake (`batchmill.submit`), and control, which is the calling one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from common import metrics
 from common import registry as registry_module
 from common.broker import Publisher, codecs
-from common.errors import Unreachable, UsageError
+from common.errors import StoreFull, Unreachable, UsageError
 from common.live import LiveState
 from common.logs import get
 from common.places import store_url
@@ -25,13 +25,13 @@ from common.store import LocalStore, Store, open_store
 from producers.coordinator.aggregator import Aggregator
 from producers.coordinator.book import Book
 from producers.coordinator.control import Control
-from producers.coordinator.core import Core, Ousted
+from producers.coordinator.core import Core, Ousted, trouble_of
 from producers.coordinator.dispatcher import Dispatcher
 from producers.coordinator.engine_size import EngineSize
 from producers.coordinator.finalizer import Finalizer
 from producers.coordinator.intake_queue import IntakeQueue
 from producers.coordinator.leadership import HEARTBEAT_S, Leadership
-from producers.coordinator.ledger import Ledger
+from producers.coordinator.ledger import DiskFull, Ledger
 from producers.coordinator.live_view import LiveView
 from producers.coordinator.recovery import recover
 from producers.coordinator.status_files import StatusFiles
@@ -40,6 +40,8 @@ log = get(__name__)
 
 #: Seconds to wait for each thread at the end.
 _JOIN_S = 15.0
+#: Seconds between attempts to begin on a full disk.
+_FULL_S = 1.0
 
 
 def run(settings: Settings, shard: int = 0) -> None:
@@ -86,9 +88,17 @@ class Service:
         folder = ledger_folder(self._settings, self._store, self._shard)
         leadership = Leadership(self._store, self._shard, folder, self._settings.scheduler.takeover_s)
         try:
-            if not leadership.acquire(self._stop):
-                return
-            self._lead(leadership, folder)
+            while not self._stop.is_set():
+                try:
+                    if leadership.acquire(self._stop):
+                        self._lead(leadership, folder)
+                    return
+                except (OSError, DiskFull, StoreFull) as exc:
+                    if trouble_of(exc) != "disk_full":
+                        raise
+                    # It cannot even say so in the store; it goes on when there is space.
+                    log.error("disk_full", shard=self._shard)
+                    self._stop.wait(_FULL_S)
         finally:
             leadership.close()
 
@@ -117,7 +127,8 @@ class Service:
             core.spawn("results", aggregator.run),
             core.spawn("dispatch", dispatcher.run),
             core.spawn("live", live.run),
-            core.spawn("finalizer", finalizer.run),
+            core.spawn("finalizer", finalizer.run_small),
+            core.spawn("finalizer-large", finalizer.run_large),
             core.spawn("intake", submissions.run),
         ]
         commits = core.spawn("commits", aggregator.run_commits)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from common.store import Store
+from common.store import Fence, Store
 from producers.batch import Status, folder
 
 
@@ -19,11 +19,17 @@ class StatusFiles:
         self._store = store
         self._lock = threading.Lock()
 
-    def say(self, status: Status, still: Callable[[], bool] = lambda: True) -> bool:
-        """Write a status file, unless it is not `still` true by the time that it is this one's turn."""
+    def say(self, status: Status, fence: Fence, still: Callable[[str], bool] = lambda _: True) -> bool:
+        """Write a status file, unless it is not `still` true of its batch by the time that it is this one's turn."""
+        return self.say_all([status], fence, still) == 1
+
+    def say_all(self, statuses: Sequence[Status], fence: Fence, still: Callable[[str], bool] = lambda _: True) -> int:
+        """As `say`, of many at once; how many were written. `fence`: see `common.store.Store.group`."""
         with self._lock:
-            if not still():
-                return False
-            status.updated_at = time.time()
-            self._store.put_atomic(f"{folder(status.id)}/status.json", msgspec.json.encode(status))
-            return True
+            due = [status for status in statuses if still(status.id)]
+            if due:
+                with self._store.group(fence) as group:
+                    for status in due:
+                        status.updated_at = time.time()
+                        group.put(f"{folder(status.id)}/status.json", msgspec.json.encode(status))
+            return len(due)

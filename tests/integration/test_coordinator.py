@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +17,13 @@ import pytest
 
 from common.broker import Publisher, codecs
 from common.ids import new_chunk_id
+from common.local_group import LocalGroup
 from common.messages import QUEUE_DEAD, VERSION, Kind, Results, Row, encode, infer_queue
 from common.settings import Settings
 from common.store import LocalStore, Store, open_store
 from producers.batch import Command, Heartbeat, folder
 from producers.coordinator import control, live_view
+from producers.coordinator.finalizer import LARGE
 from producers.coordinator.records import Evidence, Type, decode
 from producers.coordinator.segments import Record
 from tests.support.brokers import Broker
@@ -230,7 +232,7 @@ def _records(wal: object) -> list[Record]:
 def test_cancel_keeps_what_is_answered_and_says_so_for_the_rest(fast: Settings, store: Store) -> None:
     batch, other = make_batch(store, 2000), make_batch(store, 100)
     with coordinating(fast, store) as running, FakeWorker(fast) as worker:
-        wait_until(lambda: len(worker.answered) >= 300, 20, "some are answered", 0.005)
+        wait_until(lambda: [b for b, _ in worker.answered].count(batch.id) >= 300, 20, "some are answered", 0.005)
         worker.gate.clear()
         assert worker.holding.wait(10)
         command = Command(command="cancel", at=time.time())
@@ -427,27 +429,65 @@ def test_a_full_ledger_disk_stops_and_goes_on(
     check_outputs(store, batch)
 
 
-def test_a_full_store_delays_the_outputs(fast: Settings, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = threading.Event()
-    full.set()
-    real = LocalStore.open_write
+def test_outputs_that_cannot_be_written_wait_and_hold_up_no_other_batch(
+    fast: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = {"output.jsonl"}
+    real = LocalGroup.open_write
 
     @contextlib.contextmanager
-    def open_write(self: LocalStore, path: str) -> Iterator[BinaryIO]:
+    def open_write(self: LocalGroup, path: str) -> Iterator[BinaryIO]:
         with real(self, path) as file:
             yield file
-            if path.endswith("output.jsonl") and full.is_set():
+            if any(path.endswith(name) for name in full):
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(LocalStore, "open_write", open_write)
-    batch, other = make_batch(store, 100), make_batch(store, 100)
+    monkeypatch.setattr(LocalGroup, "open_write", open_write)
+    batch, other, large = make_batch(store, 100), make_batch(store, 100), make_batch(store, LARGE)
     with coordinating(fast, store), FakeWorker(fast):
-        for one in (batch, other):
+        for one in (batch, other, large):
             wait_until(lambda one=one: status_of(store, one).reason == "disk_full", 20, "it says so")  # type: ignore[misc]
             assert status_of(store, one).status == "finalizing"
         full.clear()
-        for one in (batch, other):
+        full.add(f"{batch.id}/errors.jsonl")
+        later = make_batch(store, 10)
+        for one in (other, large, later):
             assert wait_status(store, one, "completed").reason is None
+            check_outputs(store, one)
+        assert status_of(store, batch).reason == "disk_full"
+        full.clear()
+        assert wait_status(store, batch, "completed").reason is None
+        check_outputs(store, batch)
+        assert not list(Path(store.url).rglob(".tmp-*"))
+
+
+def test_a_batch_whose_files_make_trouble_holds_up_no_other(fast: Settings, store: Store) -> None:
+    batches = [make_batch(store, 100) for _ in range(3)]
+    unreadable, unwritable, damaged = (Path(store.url) / folder(b.id) for b in batches)
+
+    def spoil(path: Path) -> None:
+        # Root may read and write everything, so what stands there is of the wrong kind.
+        path.unlink(missing_ok=True)
+        path.mkdir()
+        (path / "full").touch()
+
+    spoil(unreadable / "batch.json")
+    (damaged / "status.json").write_bytes(b"{")
+    with coordinating(fast, store) as running, FakeWorker(fast) as worker:
+        worker.gate.clear()
+        assert worker.holding.wait(10)
+        wait_until(lambda: batches[1].id in running.core.book.batches, 10, "it is taken up")
+        spoil(unwritable / "status.json")
+        worker.gate.set()
+        other = make_batch(store, 100)
+        assert wait_status(store, other, "completed").reason is None
+        assert wait_status(store, batches[2], "completed").reason is None
+        wait_until((unwritable / "output.jsonl").exists, 20, "all but its status is written")
+        shutil.rmtree(unwritable / "status.json")
+        shutil.rmtree(unreadable / "batch.json")
+        (unreadable / "batch.json").write_bytes(msgspec.json.encode(batches[0]))
+        for one in batches:
+            wait_status(store, one, "completed")
             check_outputs(store, one)
 
 

@@ -208,8 +208,8 @@ def test_stopping_leaves_nothing(tmp_path: Path) -> None:
     it.results([(r.pos, Kind.OUTPUT, line_of(it.batch.id, r)) for r in it.rows])
     reader = Reader(it.ledger)
     source = Source(it.batch, it.places, cut=None, stop=lambda: True)
-    with pytest.raises(Stopped):
-        Assembler(source, reader, it.files, it.ledger.folder).to_store(it.store)
+    with pytest.raises(Stopped), it.store.group(lambda: None) as group:
+        Assembler(source, reader, it.files, it.ledger.folder).to_group(group)
     reader.close()
     assert not it.store.exists(f"{folder(it.batch.id)}/output.jsonl")
     assert it.store.list(folder(it.batch.id)) == ["batch.json", "plan", "rows"]
