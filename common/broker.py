@@ -125,16 +125,17 @@ def delete_queue(settings: Settings, connection: Connection, name: str) -> None:
         connection.default_channel.queue_purge(name)
 
 
-def connect(settings: Settings, on_blocked: Callable[..., None] | None = None) -> Connection:
+def connect(settings: Settings, on_blocked: Callable[[bool], None] | None = None) -> Connection:
     """A connection of one's own (not from a pool); `Unreachable` when the broker does not answer within 5 s.
 
-    `on_blocked` is called when RabbitMQ blocks publishers (memory or disk alarm).
+    `on_blocked` is called, while something reads, when RabbitMQ blocks publishers (memory or disk alarm) or no more.
     """
     serializer.install()
     url = broker_url(settings)
     options = transport_options(settings)
     if on_blocked is not None and is_amqp(url):
-        options["on_blocked"] = on_blocked
+        options["on_blocked"] = lambda *_: on_blocked(True)
+        options["on_unblocked"] = lambda *_: on_blocked(False)
     connection = Connection(
         url,
         transport_options=options,
@@ -164,7 +165,10 @@ class Publisher:
         self._producer: Producer | None = None
         self._declared: set[str] = set()
         self._unconfirmed: Counter[str] = Counter()
-        self._blocked = False
+        #: True while RabbitMQ, short of memory or disk, takes nothing from publishers.
+        self.blocked = False
+        #: Called whenever that changes, in the middle of a `publish` too, which waits for it to end.
+        self.on_blocked: Callable[[bool], None] = lambda _blocked: None
 
     def publish(
         self,
@@ -200,12 +204,13 @@ class Publisher:
                 producer.channel.client.expire(name, TRANSIENT_S)
         except BaseException as exc:
             self.close()
-            if isinstance(exc, MessageNacked | TimeoutError) and not self._blocked:
+            if isinstance(exc, MessageNacked | TimeoutError) and not self.blocked:
                 self._unconfirmed[name] += 1
                 if self._unconfirmed[name] >= 2 and is_amqp(broker_url(self._settings)):
                     self._replace(name)
             raise
         self._unconfirmed.pop(name, None)
+        self._on_blocked(False)
 
     def _replace(self, name: str) -> None:
         connection = connect(self._settings)
@@ -240,7 +245,6 @@ class Publisher:
 
     def _ready(self, name: str, transient: bool) -> Producer:
         if self._connection is None or self._producer is None:
-            self._blocked = False
             self._connection = connect(self._settings, on_blocked=self._on_blocked)
             self._producer = Producer(self._connection, auto_declare=False)
         if transient or name not in self._declared:  # A worker's own queue may have been deleted since.
@@ -248,8 +252,10 @@ class Publisher:
             self._declared.add(name)
         return self._producer
 
-    def _on_blocked(self, *_: Any) -> None:
-        self._blocked = True
+    def _on_blocked(self, blocked: bool) -> None:
+        if blocked != self.blocked:
+            self.blocked = blocked
+            self.on_blocked(blocked)
 
     def heartbeat(self) -> None:
         """Keep an idle RabbitMQ connection alive; call it at least twice in every heartbeat interval."""

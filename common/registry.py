@@ -37,6 +37,8 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     digest: str | None = None
     #: Arguments of the engine, by vLLM's names (`max_num_seqs`, `max_model_len`, `enforce_eager`, …).
     engine: dict[str, Any] = {}
+    #: Requests in the queue and in engines at a time, all workers together; None: as many as the workers can use.
+    max_concurrency: int | None = None
     hardware: Hardware = msgspec.field(default_factory=Hardware)
 
 
@@ -126,6 +128,9 @@ def load(path: Path | None = None, env: Mapping[str, str] = os.environ) -> Regis
             raise UsageError(
                 f"{path}: '{name}' is not a model version; write name@version in lower case (letters, digits, - and _)"
             )
+        most = file.models[name].max_concurrency
+        if most is not None and most < 1:
+            raise UsageError(f"{path}: models.{name}.max_concurrency: {most} is too small, at least 1 is needed")
     for name, version in file.current.items():
         if f"{name}@{version}" not in file.models:
             raise UsageError(f"{path}: current.{name}: no entry '{name}@{version}' under models")

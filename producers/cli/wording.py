@@ -15,7 +15,7 @@ _REASONS = {
     "waiting_for_devices": "waiting: another model has the GPUs",
     "disk_full": "waiting: the disk of the store or its log is full",
     "broker_unreachable": "waiting: the broker does not answer the coordinator",
-    "broker_memory": "waiting: the Redis that is the broker is nearly full",
+    "broker_memory": "waiting: the broker is nearly full",
     "store_unreachable": "waiting: the store does not answer the coordinator",
     "state_unreachable": "the Redis of the live state does not answer the coordinator",
 }

@@ -281,6 +281,8 @@ class Book:
             chunk.seen[results.node] = chunk.seen.get(results.node, 0) | 1 << results.seq
         if results.done:
             chunk.done, chunk.done_at = Done(results.node, results.seq, results.failure), now
+            if results.elapsed_s > 0 and results.failure is None:
+                self.lane(chunk.model).times.add(results.elapsed_s, sum(len(s.positions) for s in chunk.shares))
         done = chunk.done
         if done is None:
             return

@@ -49,6 +49,7 @@ class Dispatcher:
         self._settings = settings
         self._codec = codec
         self._publisher = publisher
+        publisher.on_blocked = functools.partial(core.trouble, "broker_memory", "dispatcher")
         self._sizes = sizes
         self._weights = Weights(settings.scheduler)
         self._files: dict[str, BatchFiles] = {}
@@ -105,7 +106,7 @@ class Dispatcher:
             lane = core.book.lanes.get(model)
             if lane is None:
                 return 3600.0
-            room = self._sizes.capacity(model, core.workers)
+            room = self._sizes.capacity(model, core.workers, lane.times.median)
             now, wait_s = time.monotonic(), self._settings.scheduler.timeout_ms / 1000
             drafted = packing.draft(core.book, lane, room, now, time.time(), wait_s, self._weights)
         if isinstance(drafted, Wait):
@@ -216,7 +217,8 @@ class Dispatcher:
         except Exception as exc:
             delay = self._reconnect.failed()
             log.warning("publish_failed", chunk=waiting.chunk_id, error=type(exc).__name__, again_in_s=delay)
-            core.trouble("broker_unreachable", "dispatcher", True)
+            if not self._publisher.blocked:
+                core.trouble("broker_unreachable", "dispatcher", True)
             core.stop.wait(delay)
             return 1e-3
         self._reconnect.worked()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.errors import UsageError
 from common.live import WorkerFacts
-from common.registry import Registry
+from common.registry import ModelVersion, Registry
 from common.settings import Settings
 from producers.coordinator.packing import Capacity, capacity
 
@@ -20,8 +20,11 @@ class EngineSize:
         self._registry = registry
         self._last: list[WorkerFacts] = []
 
-    def capacity(self, model: str, workers: list[WorkerFacts] | None) -> Capacity:
-        """What the workers of `model` can take; while nobody knows of any (None), what was last known."""
+    def capacity(self, model: str, workers: list[WorkerFacts] | None, chunk_s: float | None = None) -> Capacity:
+        """What the workers of `model` can take; while nobody knows of any (None), what was last known.
+
+        `chunk_s`: seconds that a worker has a chunk, as measured.
+        """
         if workers is not None:
             self._last = workers
         return capacity(
@@ -30,15 +33,28 @@ class EngineSize:
             model,
             self._max_num_seqs(model),
             self._settings.inference.chunks_in_flight,
+            chunk_s,
+            self._max_concurrency(model),
         )
 
     def _max_num_seqs(self, model: str) -> int:
         if self._settings.inference.batch_size:
             return self._settings.inference.batch_size
-        if self._registry is not None:
-            try:
-                return int(self._registry.get(model).engine.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
-            except (UsageError, TypeError, ValueError):
-                # Not in the registry of this machine: the workers that serve it will tell.
-                return DEFAULT_MAX_NUM_SEQS
-        return DEFAULT_MAX_NUM_SEQS
+        entry = self._entry(model)
+        try:
+            return int(entry.engine["max_num_seqs"]) if entry is not None else DEFAULT_MAX_NUM_SEQS
+        except (KeyError, TypeError, ValueError):
+            return DEFAULT_MAX_NUM_SEQS
+
+    def _max_concurrency(self, model: str) -> int | None:
+        entry = self._entry(model)
+        if entry is None or entry.max_concurrency is None:
+            return None
+        # Every shard sends to the same workers.
+        return max(1, entry.max_concurrency // self._settings.scheduler.shards)
+
+    def _entry(self, model: str) -> ModelVersion | None:
+        try:
+            return self._registry.get(model) if self._registry is not None else None
+        except UsageError:
+            return None  # Not in the registry of this machine: the workers that serve it will tell.

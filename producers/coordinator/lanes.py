@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.messages import Failure, infer_queue, node_queue
+from producers.coordinator.chunk_times import ChunkTimes
 from producers.coordinator.fair_queue import FairQueue
 from producers.coordinator.progress import Progress
 from producers.coordinator.row_states import Positions
@@ -112,6 +113,7 @@ class Lane:
     next_order: int = 0
     #: Highest order that a worker was seen to hold, by queue.
     leased_order: dict[str, int] = field(default_factory=dict)
+    times: ChunkTimes = field(default_factory=ChunkTimes)
     #: Monotonic seconds since when there is less to send than a full chunk.
     partial_since: float | None = None
 

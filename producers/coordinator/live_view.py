@@ -21,7 +21,7 @@ log = get(__name__)
 
 #: Seconds between looks.
 PERIOD_S = 1.0
-#: Share of a Redis broker's memory in use from which nothing more is sent.
+#: Share of a Redis broker's memory (`maxmemory`, or what its machine has) in use from which nothing more is sent.
 MEMORY_SHARE = 0.6
 #: Leases asked for in one round trip.
 _AT_ONCE = 1000
@@ -140,7 +140,7 @@ class LiveView:
     def _watch_memory(self) -> None:
         """Stop sending well before the broker is full: a full Redis loses messages that it has handed out."""
         if is_amqp(broker_url(self._settings)):
-            return  # RabbitMQ blocks who publishes, and loses nothing.
+            return  # RabbitMQ blocks who publishes, and loses nothing; the dispatcher notices.
         try:
             if self._connection is None:
                 self._connection = connect(self._settings)
@@ -149,7 +149,7 @@ class LiveView:
             self._disconnect()
             log.debug("broker_memory_unknown", error=type(exc).__name__)
             return
-        most = int(facts.get("maxmemory", 0))
+        most = int(facts.get("maxmemory", 0)) or int(facts.get("total_system_memory", 0))
         full = bool(most) and int(facts.get("used_memory", 0)) > MEMORY_SHARE * most
         self._core.trouble("broker_memory", "live", full)
 

@@ -29,6 +29,8 @@ SUSPECT_LOSSES = 2
 #: A row that was alone in this many lost chunks, and was in at least `CONVICT_LOSSES`, is held to end engines.
 CONVICT_ALONE = 2
 CONVICT_LOSSES = 3
+#: Seconds from the end of a chunk to a new one in the queue, at most, on a slow network with a busy coordinator.
+REFILL_S = 2.0
 #: Seconds between two weighings of all batches: deadlines near.
 WEIGH_S = 1.0
 
@@ -55,17 +57,30 @@ class Capacity:
 
 
 def capacity(
-    scheduler: Scheduler, workers: Sequence[WorkerFacts], model: str, max_num_seqs: int, chunks_in_flight: int
+    scheduler: Scheduler,
+    workers: Sequence[WorkerFacts],
+    model: str,
+    max_num_seqs: int,
+    chunks_in_flight: int,
+    chunk_s: float | None = None,
+    max_concurrency: int | None = None,
 ) -> Capacity:
-    """The capacity of the live workers of `model`; the last two stand in while there is none."""
+    """The capacity of the live workers of `model`; `max_num_seqs` and `chunks_in_flight` stand in while there is none.
+
+    `chunk_s`: seconds that a worker has a chunk, as measured; None: not known yet.
+    """
     live = [w for w in workers if w.model == model and w.state != "draining"]
     seqs = max((w.max_num_seqs for w in live), default=0) or max_num_seqs  # 0: the engine still loads.
     k = max((w.chunks_in_flight for w in live), default=chunks_in_flight)
     least = math.ceil(1.1 * seqs / max(1, k - 1))
-    target = min(max(scheduler.chunk_requests, least), scheduler.queue_size)
     slots = sum(w.chunks_in_flight for w in live) or k
-    # What runs, and two chunks a worker that wait: it never stands idle while an answer is being logged.
-    window = min(scheduler.queue_size, (slots + 2 * max(1, len(live))) * target)
+    count = max(1, len(live))
+    most = min(scheduler.queue_size, max_concurrency or scheduler.queue_size)
+    # Where that is few, smaller chunks: a window of fewer than every worker needs would be a barrier for some.
+    target = min(max(scheduler.chunk_requests, least), max(1, most // (slots + count)))
+    # What runs, and what workers take up while the coordinator hears of an ended chunk and sends the next.
+    waiting = 2 * count if not chunk_s else max(count, math.ceil(REFILL_S * slots / chunk_s))
+    window = min(most, (slots + waiting) * target)
     return Capacity(target, window, len(live), slots, floor=min(target, max(1, seqs // (2 * k))))
 
 

@@ -26,7 +26,7 @@ from producers.coordinator import control, live_view
 from producers.coordinator.finalizer import LARGE
 from producers.coordinator.records import Evidence, Type, decode
 from producers.coordinator.segments import Record
-from tests.support.brokers import Broker
+from tests.support.brokers import Broker, RabbitBroker
 from tests.support.coordinators import (
     ChunkFails,
     FakeWorker,
@@ -314,6 +314,34 @@ def test_a_redis_that_fills_up_gets_nothing_more(
             broker.state.config_set("maxmemory", 0)
         with FakeWorker(fast):
             assert wait_status(store, batch, "completed").reason is None
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_a_redis_without_a_bound_of_its_own_is_bounded_by_its_machine(
+    fast: Settings, store: Store, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = broker.state.info("memory")
+    assert facts["maxmemory"] == 0
+    monkeypatch.setattr(live_view, "MEMORY_SHARE", facts["used_memory"] / facts["total_system_memory"] / 2)
+    with coordinating(fast, store) as running:
+        wait_until(lambda: "broker_memory" in running.core.troubles, 10, "it is noticed")
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_a_rabbitmq_that_blocks_publishers_is_waited_for_and_named(
+    fast: Settings, store: Store, broker: RabbitBroker
+) -> None:
+    first = make_batch(store, 10)
+    with coordinating(fast, store), FakeWorker(fast):
+        wait_status(store, first, "completed")
+        broker.server.memory_alarm(True)
+        try:
+            batch = make_batch(store, 2000)
+            wait_until(lambda: status_of(store, batch).reason == "broker_memory", 20, "the status says so")
+        finally:
+            broker.server.memory_alarm(False)
+        assert wait_status(store, batch, "completed").reason is None
+    check_outputs(store, batch)
 
 
 def test_a_store_that_cannot_be_read_for_a_while_fails_no_batch(

@@ -224,6 +224,12 @@ class RabbitServer:
         """True while it runs."""
         return self._process is not None and self._process.poll() is None
 
+    def memory_alarm(self, raised: bool) -> None:
+        """Let it find its memory used up (it blocks who publishes then), or not any more."""
+        tool = next(p.with_name("rabbitmqctl") for p in RABBITMQ if p.exists())
+        argv = [str(tool), "set_vm_memory_high_watermark", *(["absolute", "1"] if raised else ["0.9"])]
+        subprocess.run(argv, env=self.environment(), check=True, capture_output=True, timeout=60)
+
     def vhost(self) -> str:
         """A fresh vhost."""
         name = f"test{next(self._vhosts)}"

@@ -1,0 +1,38 @@
+"""How long workers have a chunk, measured on the latest ones. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+#: Chunks that count.
+LATEST = 64
+#: Chunks from which on the figure is believed.
+ENOUGH = 3
+
+
+class ChunkTimes:
+    """Seconds from a chunk's start on a worker to its last result."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[float, int]] = deque(maxlen=LATEST)
+        self._median: float | None = None
+
+    def add(self, seconds: float, rows: int) -> None:
+        """A chunk of so many rows has ended."""
+        self._latest.append((seconds, rows))
+        self._median = None
+
+    @property
+    def median(self) -> float | None:
+        """The time of the chunk that the median row was in, so that the short chunks at an end weigh little.
+
+        None while too few have ended.
+        """
+        if self._median is None and len(self._latest) >= ENOUGH:
+            half, passed = sum(rows for _, rows in self._latest) / 2, 0
+            for seconds, rows in sorted(self._latest):
+                passed += rows
+                if passed >= half:
+                    self._median = seconds
+                    break
+        return self._median

@@ -1,0 +1,90 @@
+"""How large chunks and windows are, from what workers say and how long they have a chunk."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.live import WorkerFacts
+from common.registry import ModelVersion, Registry
+from common.settings import Inference, Scheduler, Settings
+from producers.coordinator.chunk_times import LATEST, ChunkTimes
+from producers.coordinator.engine_size import EngineSize
+from producers.coordinator.packing import Capacity, capacity
+
+MODEL = "m@1"
+
+
+def workers(count: int, max_num_seqs: int = 256, chunks_in_flight: int = 3, state: str = "ready") -> list[WorkerFacts]:
+    return [
+        WorkerFacts(
+            node=f"n{n}",
+            model=MODEL,
+            host="h",
+            pid=n,
+            device="",
+            engine="",
+            state=state,
+            max_num_seqs=max_num_seqs,
+            chunks_in_flight=chunks_in_flight,
+        )
+        for n in range(count)
+    ]
+
+
+def room(count: int, chunk_s: float | None = None, most: int | None = None, queue_size: int = 10**6) -> Capacity:
+    return capacity(Scheduler(queue_size=queue_size), workers(count), MODEL, 64, 3, chunk_s, most)
+
+
+def test_the_window_follows_the_workers_and_how_long_they_have_a_chunk() -> None:
+    assert (room(1).target, room(1).window) == (256, 5 * 256)
+    assert room(4).window == 4 * room(1).window
+    # One long chunk at a time waits for each worker; short ones are taken up before the next could come.
+    assert room(2, chunk_s=60.0).window == (6 + 2) * 256
+    assert room(2, chunk_s=2.0).window == (6 + 6) * 256
+    assert room(2, chunk_s=0.5).window == (6 + 24) * 256
+    assert room(2, chunk_s=0.001, queue_size=16384).window == 16384
+
+
+def test_draining_workers_take_nothing() -> None:
+    some = workers(2) + workers(3, state="draining")
+    assert capacity(Scheduler(), some, MODEL, 64, 3).slots == 6
+
+
+def test_a_small_bound_makes_small_chunks_instead_of_idle_workers() -> None:
+    small = room(8, most=320)
+    assert (small.target, small.window) == (10, 320)
+    assert room(4, most=3).target == 1
+    assert room(64, queue_size=16384).target == 64
+
+
+@given(st.integers(0, 100), st.one_of(st.none(), st.floats(0.001, 1e4)), st.integers(1, 10**5), st.integers(1, 10**5))
+def test_the_window_is_bounded_and_holds_a_chunk_for_every_place(
+    count: int, chunk_s: float | None, queue_size: int, most: int
+) -> None:
+    found = capacity(Scheduler(queue_size=queue_size), workers(count), MODEL, 64, 3, chunk_s, most)
+    assert 1 <= found.floor <= found.target <= found.window <= min(queue_size, most)
+    assert found.window >= min(queue_size, most, found.slots * found.target)
+
+
+def test_a_model_versions_own_bound_is_shared_by_the_shards() -> None:
+    registry = Registry({MODEL: ModelVersion(source="x", max_concurrency=100)}, {}, None)
+    settings = Settings(scheduler=Scheduler(shards=3), inference=Inference(batch_size=8))
+    assert EngineSize(settings, registry).capacity(MODEL, workers(4)).window == 33
+    assert EngineSize(settings, registry).capacity("other@1", workers(4)).window > 33
+
+
+def test_the_time_of_a_chunk_is_that_of_the_median_row() -> None:
+    times = ChunkTimes()
+    times.add(9.0, 256)
+    times.add(10.0, 256)
+    assert times.median is None
+    times.add(11.0, 256)
+    assert times.median == 10.0
+    for _ in range(30):
+        times.add(0.1, 4)  # The end of another batch.
+    assert times.median == 10.0
+    for _ in range(LATEST):
+        times.add(3.0, 256)
+    assert times.median == pytest.approx(3.0)
