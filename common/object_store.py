@@ -131,7 +131,7 @@ class ObjectStore:
     def group(self, fence: Fence) -> FileGroup:
         return _ObjectGroup(self, fence)
 
-    def sweep(self, path: str) -> None:
+    def sweep(self, path: str, *, dead_only: bool = False) -> None:
         """Objects appear whole, so there is nothing to remove."""
 
     def begin(self, path: str) -> _Pending:

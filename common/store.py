@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import os
 import shutil
+import socket
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -100,8 +103,11 @@ class Store(Protocol):
         """
         ...
 
-    def sweep(self, path: str) -> None:
-        """Remove what writers left in a folder that were killed; a writer that is only slow then fails."""
+    def sweep(self, path: str, *, dead_only: bool = False) -> None:
+        """Remove what writers left in a folder that were killed; a writer that is only slow then fails.
+
+        `dead_only`: only what processes left that ran on this machine and do no more.
+        """
         ...
 
 
@@ -231,14 +237,14 @@ class LocalStore:
 
         return LocalGroup(self, fence)
 
-    def sweep(self, path: str) -> None:
+    def sweep(self, path: str, *, dead_only: bool = False) -> None:
         with self.errors(f"{path}: cannot be read"):
             try:
                 names = os.listdir(self.local_path(path))
             except (FileNotFoundError, NotADirectoryError):
                 return
             for name in names:
-                if name.startswith(_TEMPORARY):
+                if name.startswith(_TEMPORARY) and not (dead_only and _may_live(name)):
                     (self.local_path(path) / name).unlink(missing_ok=True)
 
     def move(self, path: str, to: str) -> None:
@@ -293,7 +299,7 @@ class LocalStore:
     def temporary(self, target: Path) -> Path:
         """A new name beside `target`, whose folder is made where it is missing."""
         _make_folders(target.parent)
-        return target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        return target.parent / f"{_TEMPORARY}{_machine()}-{os.getpid()}-{uuid.uuid4().hex}"
 
     @contextlib.contextmanager
     def errors(self, what: str) -> Iterator[None]:
@@ -342,6 +348,30 @@ def _make_folders(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(0o700)
         sync_folder(folder.parent)
+
+
+@functools.cache
+def _machine() -> str:
+    """Eight characters for what numbers processes: this boot of this machine, and the container in it."""
+    facts = b""
+    with contextlib.suppress(OSError):
+        facts = Path("/proc/sys/kernel/random/boot_id").read_bytes() + b"%d" % os.stat("/proc/self/ns/pid").st_ino
+    return f"{zlib.crc32(facts or socket.gethostname().encode()):08x}"
+
+
+def _may_live(temporary: str) -> bool:
+    """Whether the process that wrote a temporary file may still be at it."""
+    machine, _, rest = temporary.removeprefix(_TEMPORARY).partition("-")
+    pid = rest.partition("-")[0]
+    if machine != _machine() or not pid.isdigit():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _private(path: str, flags: int) -> int:

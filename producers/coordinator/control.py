@@ -104,6 +104,9 @@ class Control:
         """One look."""
         now = time.monotonic()
         if now - self._recovered_at >= RECOVER_S:
+            if self._recovered_at < 0:
+                self._store.sweep("keys", dead_only=True)
+            self._store.sweep(self._active, dead_only=True)
             self._recovered_at = now
             recover(self._store)
             self._clear_commands()

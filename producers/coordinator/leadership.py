@@ -137,6 +137,8 @@ class Leadership:
             return False
         self.epoch = epoch
         log.info("leads", shard=self._shard, epoch=epoch)
+        for folder in (self._epochs, "coordinator"):
+            self._store.sweep(folder, dead_only=True)
         for old in self._known():
             if old <= epoch - _KEPT:
                 self._store.delete(f"{self._epochs}/{old}")

@@ -32,6 +32,7 @@ RESERVE_BYTES = 32 << 20
 #: A place is a segment's ordinal shifted by this, and the offset in the segment.
 OFFSET_BITS = 40
 _OFFSET_MASK = (1 << OFFSET_BITS) - 1
+_LEFT_OVER = (".tmp-", ".assembly-")
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -105,12 +106,17 @@ class Ledger:
 
         Whoever iterates calls `hold` for each batch that still needs a record; `drop_unheld` ends it.
         """
-        names = sorted(filter(None, (segments.parse_name(n) for n in os.listdir(self.folder))))
-        for name in names:
-            if name.epoch >= self._epoch:
+        there = os.listdir(self.folder)
+        for name in there:
+            # What a killed leader was about to seal with, or had spilled from memory.
+            if name.startswith(_LEFT_OVER):
+                (self.folder / name).unlink(missing_ok=True)
+        names = sorted(filter(None, map(segments.parse_name, there)))
+        for segment in names:
+            if segment.epoch >= self._epoch:
                 # Another leader's, later than ours: it will be noticed as such by the epoch check.
                 continue
-            yield from self._recover_segment(name)
+            yield from self._recover_segment(segment)
 
     def _recover_segment(self, name: Name) -> Iterator[tuple[int, Record] | Damage]:
         path = self.folder / str(name)

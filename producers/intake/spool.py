@@ -158,6 +158,7 @@ def recover(store: Store) -> None:
 
     Cheap where nothing is left; may be called often, and by several at a time.
     """
+    store.sweep(INCOMING, dead_only=True)
     for name in store.list(INCOMING):
         batch_id = name.removesuffix(_LOCK)
         if not name.endswith(_LOCK) or not is_batch_id(batch_id):
