@@ -128,9 +128,11 @@ test-fault: test-needs $(STAMPS)/dev ## the whole fault suite, and its table
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m engine $(ARGS)
 
-.PHONY: bench-pipeline bench-vs-run-batch
+.PHONY: bench-pipeline bench-fairness bench-vs-run-batch
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
+bench-fairness: $(STAMPS)/dev ## small batches behind a large one, and the use of 1, 8 and 64 workers, simulated
+	@$(BIN)/python -m benchmarks.fairness $(ARGS)
 bench-vs-run-batch: test-needs model $(STAMPS)/dev ## the warm fleet against vLLM's own batch command
 	@$(BIN)/python -m benchmarks.vs_run_batch $(ARGS)
 

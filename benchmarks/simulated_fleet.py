@@ -1,0 +1,288 @@
+"""A fleet in simulated time: the coordinator's real book, packing and fair queue, and workers that are arithmetic.
+
+A worker's engine runs up to `SEQS` requests at a time, first come first served, each step giving every one of them a
+token; a step takes longer the more of them there are. Beside the engine a worker behaves as `workers/` does: K chunks
+at a time, more while fewer requests are here than keep the engine full, results sent by 256 or every 2 s.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from common.live import WorkerFacts
+from common.messages import VERSION, Kind, Part, Results, Usage
+from common.settings import Scheduler
+from producers.batch import Batch
+from producers.coordinator import losses, packing
+from producers.coordinator.book import Book
+from producers.coordinator.lanes import Outstanding
+from producers.coordinator.packing import Wait
+from producers.coordinator.records import Dispatch, sent_slice
+from producers.coordinator.weights import Weights
+
+MODEL = "simulated@1"
+#: Requests in an engine at a time.
+SEQS = 256
+#: Chunks a worker has at a time, and the most it takes while its engine runs low.
+CHUNKS, MOST_CHUNKS = 3, 32
+#: Seconds of an engine's step: with nothing in it, and more for each request. 256 requests: 26 ms, 9,850 tokens/s.
+STEP_S, STEP_MORE_S = 0.008, 0.00007
+#: Seconds from one process to another, and of the coordinator's one dispatching thread for each chunk.
+NETWORK_S, DISPATCH_S = 0.02, 0.002
+#: A worker sends results when it has this many, or this many seconds after it last did.
+FLUSH_RESULTS, FLUSH_S = 256, 2.0
+#: Seconds between the coordinator's looks at who holds what.
+LOOK_S = 1.0
+
+
+def step_s(running: int) -> float:
+    """Seconds in which every one of `running` requests gets a token."""
+    return STEP_S + STEP_MORE_S * running
+
+
+class _Run:
+    """A chunk on a worker."""
+
+    def __init__(self, chunk: str, now: float, rows: int) -> None:
+        self.chunk = chunk
+        self.began = now
+        self.left = rows
+        self.seq = 0
+        self.done: list[tuple[str, int]] = []
+        self.dropped = False
+
+
+class Worker:
+    """One engine. `speed`: of its steps, 1 is like the others."""
+
+    def __init__(self, fleet: Fleet, name: str, speed: float) -> None:
+        self.name = name
+        self._fleet = fleet
+        self._slowness = 1 / speed
+        self.runs: dict[str, _Run] = {}
+        self._waiting: deque[tuple[_Run, str, int, int]] = deque()
+        #: (tokens at which it ends, number, run, batch, position), by what is in the engine.
+        self._inside: list[tuple[float, int, _Run, str, int]] = []
+        self._numbers = itertools.count()
+        self._tokens = 0.0
+        self._at = 0.0
+        self._turn = 0
+
+    @property
+    def takes(self) -> bool:
+        """True while it takes another chunk."""
+        held = len(self.runs)
+        here = len(self._inside) + len(self._waiting)
+        return held < CHUNKS or (held < MOST_CHUNKS and here < 2 * SEQS + 8)
+
+    def take(self, chunk: Outstanding) -> None:
+        """Begin with a chunk."""
+        now = self._fleet.now
+        self._advance()
+        run = self.runs[chunk.id] = _Run(chunk.id, now, sum(len(s.positions) for s in chunk.shares))
+        for share in chunk.shares:
+            tokens = self._fleet.tokens[share.batch]
+            for pos, more in zip(share.positions.tolist(), tokens[share.positions].tolist(), strict=True):
+                self._waiting.append((run, share.batch, pos, more))
+        self._fill()
+        self._fleet.after(FLUSH_S, lambda: self._tick(run))
+
+    def drop(self, chunk_id: str) -> None:
+        """Abort what is left of a chunk: its requests were answered elsewhere."""
+        run = self.runs.pop(chunk_id, None)
+        if run is None:
+            return
+        self._advance()
+        run.dropped = True
+        self._inside = [entry for entry in self._inside if entry[2] is not run]
+        heapq.heapify(self._inside)
+        self._fill()
+        self._fleet.offer()
+
+    def _advance(self) -> None:
+        now = self._fleet.now
+        if self._inside:
+            self._tokens += (now - self._at) / (step_s(len(self._inside)) * self._slowness)
+        self._at = now
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._inside) < SEQS:
+            run, batch, pos, tokens = self._waiting.popleft()
+            if not run.dropped:
+                heapq.heappush(self._inside, (self._tokens + tokens, next(self._numbers), run, batch, pos))
+                self._fleet.started_at[batch] = self._at
+        self._turn += 1
+        if self._inside:
+            turn = self._turn
+            ahead = max(0.0, self._inside[0][0] - self._tokens) * step_s(len(self._inside)) * self._slowness
+            self._fleet.after(ahead, lambda: self._ended(turn))
+
+    def _ended(self, turn: int) -> None:
+        if turn != self._turn:
+            return
+        self._advance()
+        self._tokens = max(self._tokens, self._inside[0][0])
+        changed = False
+        while self._inside and self._inside[0][0] <= self._tokens:
+            _, _, run, batch, pos = heapq.heappop(self._inside)
+            run.done.append((batch, pos))
+            run.left -= 1
+            if not run.left or len(run.done) >= FLUSH_RESULTS:
+                self._send(run)
+                changed = True
+        self._fill()
+        if changed or len(self._inside) + len(self._waiting) == 2 * SEQS:
+            self._fleet.offer()
+
+    def _tick(self, run: _Run) -> None:
+        if run.chunk in self.runs and not run.dropped:
+            if run.done:
+                self._send(run)
+            self._fleet.after(FLUSH_S, lambda: self._tick(run))
+
+    def _send(self, run: _Run) -> None:
+        parts = []
+        for batch in dict.fromkeys(b for b, _ in run.done):
+            rows = np.array([p for b, p in run.done if b == batch], dtype="<u4")
+            columns = rows.tobytes(), bytes([Kind.OUTPUT]) * len(rows), bytes(4 * len(rows))
+            parts.append(Part(batch, *columns, b"", Usage()))
+        run.done = []
+        elapsed = self._fleet.now - run.began if not run.left else 0.0
+        results = Results(VERSION, run.chunk, MODEL, self.name, run.seq, not run.left, parts, None, elapsed)
+        run.seq += 1
+        if not run.left:
+            del self.runs[run.chunk]
+        self._fleet.after(NETWORK_S, lambda: self._fleet.answered(results))
+
+
+class Fleet:
+    """The coordinator's side and the clock. `tokens`: batch → how many tokens each of its answers takes."""
+
+    def __init__(self, scheduler: Scheduler, speeds: list[float]) -> None:
+        self.now = 0.0
+        self.book = Book()
+        self.tokens: dict[str, npt.NDArray[np.int64]] = {}
+        #: When the last request of each batch so far entered an engine, and when each batch was answered whole.
+        self.started_at: dict[str, float] = {}
+        self.ended_at: dict[str, float] = {}
+        self.messages = 0
+        #: Most requests that were out at a time.
+        self.most_out = 0
+        self._costs: dict[str, npt.NDArray[np.int64]] = {}
+        self._scheduler = scheduler
+        self._weights = Weights(scheduler)
+        self.workers = [Worker(self, f"w{n}", speed) for n, speed in enumerate(speeds)]
+        self._by_name = {w.name: w for w in self.workers}
+        self._facts = [_facts(w.name) for w in self.workers]
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._shared: deque[Outstanding] = deque()
+        self._dispatching = False
+        self._told: set[str] = set()
+        self._next_worker = 0
+        self.after(LOOK_S, self._look)
+
+    def submit(self, batch: Batch, tokens: npt.NDArray[np.int64], costs: npt.NDArray[np.int64]) -> None:
+        """A batch comes now; `costs`: what the plan thinks each request takes."""
+        self.tokens[batch.id], self._costs[batch.id] = tokens, costs
+        self.book.open(batch)
+        self._wake()
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Let time pass until `until()`."""
+        while not until():
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        """Do something later."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), act))
+
+    def answered(self, results: Results) -> None:
+        """A worker's message arrives."""
+        self.messages += 1
+        outcome = self.book.results(results, self.messages, self.now)
+        for progress in outcome.touched:
+            if progress.complete and progress.id not in self.ended_at:
+                self.ended_at[progress.id] = self.now
+                self.book.forget(progress.id)
+        self._wake()
+
+    def offer(self) -> None:
+        """Chunks that wait go to workers that take one, these in turn."""
+        while self._shared:
+            for worker in self._in_turn():
+                if worker.takes:
+                    worker.take(self._shared.popleft())
+                    break
+            else:
+                return
+
+    def _in_turn(self) -> Iterator[Worker]:
+        for _ in self.workers:
+            self._next_worker = (self._next_worker + 1) % len(self.workers)
+            yield self.workers[self._next_worker]
+
+    def _wake(self) -> None:
+        if not self._dispatching:
+            self._dispatching = True
+            self.after(0.0, self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatching = False
+        lane = self.book.lanes.get(MODEL)
+        if lane is None:
+            return
+        room = packing.capacity(self._scheduler, self._facts, MODEL, SEQS, CHUNKS, lane.times.median)
+        wait_s = self._scheduler.timeout_ms / 1000
+        drafted = packing.draft(self.book, lane, room, self.now, self.now, wait_s, self._weights)
+        if isinstance(drafted, Wait):
+            if drafted.until < self.now + LOOK_S:
+                self.after(max(0.0, drafted.until - self.now), self._wake)
+            return
+        picks = [p._replace(cost=int(self._costs[p.batch][p.positions].sum())) for p in drafted.picks]
+        slices = [sent_slice(p.batch, p.positions, p.attempt) for p in picks]
+        record = Dispatch(f"c{next(self._numbers)}", MODEL, self.now, slices, drafted.node)
+        chunk = self.book.sent(record, self.now, [])
+        packing.charge(self.book, lane, picks)
+        self.most_out = max(self.most_out, self.book.window_used(lane))
+        self.after(NETWORK_S, lambda: self._arrive(chunk))
+        self._dispatching = True
+        self.after(DISPATCH_S, self._dispatch)
+
+    def _arrive(self, chunk: Outstanding) -> None:
+        if chunk.target:
+            self._by_name[chunk.target].take(chunk)
+            return
+        self._shared.append(chunk)
+        self.offer()
+
+    def _look(self) -> None:
+        held = {chunk_id: w.name for w in self.workers for chunk_id in w.runs}
+        losses.see_leases(self.book, {c: held.get(c) for c in self.book.out}, self.now)
+        for chunk_id in [c for c in self.book.given_up if c not in self._told]:
+            self._told.add(chunk_id)
+            for worker in self.workers:
+                worker.drop(chunk_id)
+        self._wake()
+        self.after(LOOK_S, self._look)
+
+
+def _facts(name: str) -> WorkerFacts:
+    return WorkerFacts(
+        node=name,
+        model=MODEL,
+        host="",
+        pid=0,
+        device="",
+        engine="",
+        state="ready",
+        max_num_seqs=SEQS,
+        chunks_in_flight=CHUNKS,
+    )
