@@ -12,11 +12,15 @@ from common.ids import result_id
 
 
 class Marks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What we add to a line: the exact model version, how many attempts it took, whether the result cache answered."""
+    """What we add to a line: the exact model version, how many attempts it took, whether the result cache answered.
+
+    `fingerprint` stands for all that decides the engine's answers; lines of one fingerprint are comparable.
+    """
 
     model: str
     attempts: int = 1
     cached: bool = False
+    fingerprint: str = ""
 
 
 _encode = msgspec.json.encode
@@ -45,6 +49,6 @@ def error_line(batch_id: str, index: int, custom_id: bytes, code: str, message: 
     )
 
 
-def encode_marks(model: str, attempts: int = 1, cached: bool = False) -> bytes:
+def encode_marks(model: str, attempts: int = 1, cached: bool = False, fingerprint: str = "") -> bytes:
     """Encoded `Marks`; callers keep the bytes, since most lines of a chunk share them."""
-    return _encode(Marks(model=model, attempts=attempts, cached=cached))
+    return _encode(Marks(model=model, attempts=attempts, cached=cached, fingerprint=fingerprint))

@@ -57,6 +57,11 @@ def state_url(settings: Settings) -> str:
         raise UsageError(
             "state.url is not set: with RabbitMQ as broker, live state needs a Redis (BATCHMILL_STATE_URL)"
         )
+    return redis_url(url)
+
+
+def redis_url(url: str) -> str:
+    """A broker's URL as redis-py writes it."""
     # kombu spells a socket `redis+socket://`, redis-py `unix://`; the database is `virtual_host` there and `db` here.
     return url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")
 

@@ -42,6 +42,7 @@ class Slice(msgspec.Struct, array_like=True, frozen=True):
     """Rows of one batch out of `[start, end)` of its planned order; rows no longer wanted are left out.
 
     `rows` is a MessagePack array of `Row`. `attempt` counts from 1 and is the same for all rows of the slice.
+    `tenant`: whose batch it is; tenants share no cached answers.
     """
 
     batch: str
@@ -49,6 +50,7 @@ class Slice(msgspec.Struct, array_like=True, frozen=True):
     end: int
     attempt: int
     rows: bytes
+    tenant: str = "default"
 
 
 class Chunk(msgspec.Struct, frozen=True):

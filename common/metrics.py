@@ -43,7 +43,14 @@ RESULTS_SENT = Counter("batchmill_results_sent", "Results published and confirme
 TOKENS = Counter("batchmill_tokens", "Tokens of answered requests.", ["model", "type"])
 CACHE_HITS = Counter("batchmill_cache_hits", "Requests that the result cache answered.")
 CACHE_MISSES = Counter("batchmill_cache_misses", "Requests looked up in the result cache in vain.")
+CACHE_WRITTEN = Counter("batchmill_cache_written", "Answers written to the result cache.")
+CACHE_DROPPED = Counter("batchmill_cache_dropped", "Answers not kept: cache full or away, or the answer too large.")
 CACHE_FAILURES = Counter("batchmill_cache_failures", "Times the result cache did not answer.")
+CACHE_RESTING = Gauge("batchmill_cache_resting", "1 while the result cache is left alone because it failed.")
+CACHE_ENTRIES = Gauge("batchmill_cache_entries", "Answers that the result cache's server holds.")
+CACHE_BYTES = Gauge("batchmill_cache_bytes", "Memory of the result cache's server, or what the cache counted on it.")
+CACHE_CAPACITY = Gauge("batchmill_cache_capacity_bytes", "What the result cache may hold.")
+CACHE_EVICTED = Gauge("batchmill_cache_evicted", "Answers pushed out since the result cache's server started.")
 DRAINING = Gauge("batchmill_draining", "1 while this worker finishes what it has and takes nothing new.", ["model"])
 
 CATALOGUE = (
@@ -66,7 +73,14 @@ CATALOGUE = (
     TOKENS,
     CACHE_HITS,
     CACHE_MISSES,
+    CACHE_WRITTEN,
+    CACHE_DROPPED,
     CACHE_FAILURES,
+    CACHE_RESTING,
+    CACHE_ENTRIES,
+    CACHE_BYTES,
+    CACHE_CAPACITY,
+    CACHE_EVICTED,
     DRAINING,
 )
 

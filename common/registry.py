@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -40,6 +40,8 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     #: Requests in the queue and in engines at a time, all workers together; None: as many as the workers can use.
     max_concurrency: int | None = None
     hardware: Hardware = msgspec.field(default_factory=Hardware)
+    #: Which answers the result cache keeps: `determined`, `all` (sampled ones too), or `off`.
+    cache: Literal["determined", "all", "off"] = "determined"
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

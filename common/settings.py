@@ -54,8 +54,12 @@ class Cache(msgspec.Struct, **Strict):
     mode: str = "off"
     url: str | None = None
     capacity_gb: float = 1.0
+    #: Milliseconds that one answer of the cache's server may take.
+    timeout_ms: int = 250
     sync_interval_ms: int = 200
     ttl_s: int | None = None
+    #: MB of answers a worker keeps in its own memory, in front of the server.
+    local_mb: int = 64
 
 
 #: What a batch weighs by its priority, unless `scheduler.priority_weights` says otherwise.
@@ -187,6 +191,10 @@ _AT_LEAST: dict[str, float] = {
     "broker.visibility_timeout_s": 2,
     "broker.heartbeat_s": 1,
     "cache.capacity_gb": 0.001,
+    "cache.timeout_ms": 1,
+    "cache.sync_interval_ms": 1,
+    "cache.ttl_s": 1,
+    "cache.local_mb": 0,
     "store.max_request_bytes": 1024,
 }
 

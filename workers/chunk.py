@@ -192,6 +192,7 @@ class ChunkRun:
         node: str,
         send: Callable[[Results], None],
         memory: Memory | None = None,
+        fingerprint: str = "",
     ) -> None:
         self.chunk = chunk
         self.work = work
@@ -202,7 +203,10 @@ class ChunkRun:
         self._batches = [s.batch for s in chunk.slices]
         self._memory = memory
         self._marks = [
-            (encode_marks(chunk.model, s.attempt), encode_marks(chunk.model, s.attempt, cached=True))
+            (
+                encode_marks(chunk.model, s.attempt, fingerprint=fingerprint),
+                encode_marks(chunk.model, s.attempt, cached=True, fingerprint=fingerprint),
+            )
             for s in chunk.slices
         ]
 

@@ -24,7 +24,8 @@ from common.settings import Settings
 from common.urls import URLS
 from workers import parent
 from workers.abort import Abort
-from workers.cache.key import key_space
+from workers.cache.fingerprint import fingerprint
+from workers.cache.key import Space
 from workers.cache.memory import Memory
 from workers.cache.result_cache import ResultCache
 from workers.chunk import ChunkRun, ChunkWork
@@ -83,8 +84,9 @@ class Node:
         #: Chunks that have ended so far.
         self.ended = 0
         self._answered: OrderedDict[str, None] = OrderedDict()
-        self._space = b""
-        self._cache = ResultCache(settings) if settings.cache.url else None
+        self._entry = registry.get(model)
+        self._space = Space(model, "")
+        self._cache = ResultCache(settings, model) if settings.cache.url and self._entry.cache != "off" else None
         if self._cache is not None:
             self._cache.check()
         self._lock = threading.Lock()
@@ -117,9 +119,8 @@ class Node:
     def open_lane(self) -> None:
         """The engine is ready: let requests in."""
         self._lane = Lane(self.thread, self._low)
-        facts = self.thread.engine.facts()
-        answers = {"digest": facts.detail.get("digest", ""), "dtype": facts.detail.get("dtype", "")}
-        self._space = key_space(self.model, answers | {"max_model_len": facts.max_model_len, "engine": facts.engine})
+        mark = fingerprint(self.model, self._entry, self.thread.engine.facts())
+        self._space = Space(self.model, mark, everything=self._entry.cache == "all")
         self.state = "ready"
 
     def stats(self) -> EngineStats:
@@ -214,7 +215,12 @@ class Node:
         assert self._lane is not None
         work = ChunkWork(chunk, rows, self.thread, self._lane)
         run = ChunkRun(
-            chunk, work, self.name, lambda results: self._send(chunk.reply_to, results), self._memory_for(chunk)
+            chunk,
+            work,
+            self.name,
+            lambda results: self._send(chunk.reply_to, results),
+            self._memory_for(chunk),
+            self._space.fingerprint,
         )
         self.runs[chunk.id] = run
         self.leases.claim()
@@ -255,7 +261,8 @@ class Node:
     def _memory_for(self, chunk: Chunk) -> Memory | None:
         if self._cache is None or chunk.cache == "off":
             return None
-        return Memory(self._cache, self._space, read=chunk.cache != "write", write=chunk.cache != "read")
+        tenants = [part.tenant for part in chunk.slices]
+        return Memory(self._cache, self._space, tenants, read=chunk.cache != "write", write=chunk.cache != "read")
 
     def _send(self, queue: str, results: Results) -> None:
         self.outbox.publish(queue, self._results.seal(queue, encode(results)))

@@ -29,6 +29,8 @@ class BatchFiles:
         self._store = store
         self._batch = batch
         self._folder = folder(batch.id)
+        #: Whose batch it is.
+        self.tenant = batch.tenant
 
     def plan(self, start: int, end: int) -> npt.NDArray[np.void]:
         """The `PLAN_DTYPE` records of positions `[start, end)`."""

@@ -151,12 +151,13 @@ class Dispatcher:
         kept: list[Pick] = []
         for pick in drafted.picks:
             try:
-                rows = self._files_of(pick.batch).rows(pick.positions)
+                files = self._files_of(pick.batch)
+                rows = files.rows(pick.positions)
             except (DamagedBatch, KeyError) as exc:
                 self._fail(pick.batch, exc)
                 continue
             start, end = int(pick.positions[0]), int(pick.positions[-1]) + 1
-            slices.append(Slice(pick.batch, start, end, pick.attempt, rows))
+            slices.append(Slice(pick.batch, start, end, pick.attempt, rows, files.tenant))
             kept.append(pick)
         if not kept:
             return

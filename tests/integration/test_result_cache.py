@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.errors import UsageError
-from common.settings import load
 from tests.conftest import ECHO_MODEL
 from tests.support.brokers import RedisServer, redis_server
 from tests.support.ports import wait_until
 from tests.support.processes import ROOT, Processes
-from workers.cache.result_cache import ResultCache
 
 
 @pytest.fixture
@@ -67,7 +62,7 @@ def test_the_second_time_it_answers_what_is_determined(
     first = submit(processes, env, write(tmp_path / "a.jsonl", temperatures), tmp_path / "one")
     assert first["usage"]["cache_hits"] == 0
     client = cache_server.client(0)
-    wait_until(lambda: client.dbsize() == 40, 10, "the answers are written")
+    wait_until(lambda: len(list(client.scan_iter(match="bm:cache:*"))) == 40, 10, "the answers are written")
     assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
     second = submit(processes, env, write(tmp_path / "b.jsonl", temperatures), tmp_path / "two")
     assert second["usage"]["cache_hits"] == 40
@@ -111,39 +106,28 @@ def test_a_cache_beside_the_broker_is_refused(
     assert "Traceback" not in worker.text
 
 
-def test_more_capacity_than_the_machine_has_is_refused(fleet_env: dict[str, str], cache_server: RedisServer) -> None:
-    cache = ResultCache(load(env=with_cache(fleet_env, cache_server, BATCHMILL_CACHE_CAPACITY_GB="100000")))
-    try:
-        with pytest.raises(UsageError, match=r"cache\.capacity_gb"):
-            cache.check()
-    finally:
-        cache.close()
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_tenants_and_changed_answers_share_nothing_and_a_rollback_finds_its_own(
+    tmp_path: Path, fleet_env: dict[str, str], processes: Processes, cache_server: RedisServer
+) -> None:
+    """The same file again and again; what differs is who asks, or what the engine is."""
+    env = with_cache(fleet_env, cache_server)
+    processes.coordinator(env)
+    source = write(tmp_path / "a.jsonl", [0.0] * 8)
 
+    def hits_of(context: int, name: str, *options: str) -> tuple[int, str]:
+        worker = processes.worker(env | {"BATCHMILL_INFERENCE_MAX_SEQ_LEN": str(context)}, ECHO_MODEL)
+        summary = submit(processes, env, source, tmp_path / name, *options)
+        worker.stop()
+        return summary["usage"]["cache_hits"], answers(tmp_path / name)["c0"]["batchmill"]["fingerprint"]
 
-def test_old_entries_make_room(fleet_env: dict[str, str], cache_server: RedisServer) -> None:
-    cache = ResultCache(load(env=with_cache(fleet_env, cache_server, BATCHMILL_CACHE_CAPACITY_GB="0.02")))
-    cache.check()
-    for number in range(2000):
-        cache.put(b"%032d" % number, random.randbytes(20_000))
-    cache.close()
-    with cache_server.client(0) as client:
-        memory: Any = client.info("memory")
-        assert int(memory["used_memory"]) <= 1.2 * int(memory["maxmemory"])
-        stats: Any = client.info("stats")
-        assert int(stats["evicted_keys"]) > 0
-        assert client.exists(b"bm:cache:" + b"%032d" % 1999)
-
-
-def test_a_failing_server_is_left_alone_for_a_while(fleet_env: dict[str, str], cache_server: RedisServer) -> None:
-    cache = ResultCache(load(env=with_cache(fleet_env, cache_server)))
-    cache_server.pause()
-    assert cache.get([b"k" * 32]) == {}
-    began = time.monotonic()
-    for _ in range(100):
-        assert cache.get([b"k" * 32]) == {}
-    assert time.monotonic() - began < 0.2
-    cache_server.resume()
-    cache.close()
+    first, before = hits_of(1000, "one")
+    again, same = hits_of(1000, "two")
+    other_tenant, _ = hits_of(1000, "three", "--tenant", "other")
+    changed, after = hits_of(2000, "four")
+    back, rolled = hits_of(1000, "five")
+    assert (first, again, other_tenant, changed, back) == (0, 8, 0, 0, 8)
+    assert before == same == rolled != after
 
 
 def test_a_wish_for_a_cache_that_is_not_there_is_one_line(tmp_path: Path, fleet_env: dict[str, str]) -> None:

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.urls import URL_CODE
-from workers.cache.key import key, key_space
+from workers.cache.key import KEY_BYTES, Space, tag
 
-SPACE = key_space("m@1", {"digest": "d"})
+SPACE = Space("m@1", "f")
 CHAT = URL_CODE["/v1/chat/completions"]
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hé"}], "temperature": 0, "max_tokens": 5}
 
 
-def of(body: dict[str, Any], url: int = CHAT, space: bytes = SPACE) -> bytes | None:
-    return key(space, url, json.dumps(body).encode())
+def of(body: dict[str, Any], url: int = CHAT, space: Space = SPACE, tenant: str = "t") -> bytes | None:
+    return space.key(tenant, url, json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,8 @@ def test_what_does_not_change_the_answer_does_not_change_the_key() -> None:
         BODY | {"temperature": 0.0, "max_tokens": 5.0},
     ]
     assert {of(body) for body in same} == {of(BODY)}
-    assert key(SPACE, CHAT, json.dumps(BODY, indent=2, ensure_ascii=False).encode()) == of(BODY)
+    assert SPACE.key("t", CHAT, json.dumps(BODY, indent=2, ensure_ascii=False).encode()) == of(BODY)
+    assert SPACE.key("t", CHAT, json.dumps(BODY).replace(": 5", ": 5e0").encode()) == of(BODY)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,53 @@ def test_what_may_change_the_answer_changes_the_key(change: dict[str, Any]) -> N
 
 
 def test_another_model_another_space() -> None:
-    spaces = [key_space("m@1", {"digest": "d"}), key_space("m@2", {"digest": "d"}), key_space("m@1", {"digest": "e"})]
+    spaces = [Space("m@1", "f"), Space("m@2", "f"), Space("m@1", "g")]
     assert len({of(BODY, space=space) for space in spaces}) == 3
     assert of({"input": "x"}, URL_CODE["/v1/embeddings"]) != of({"input": "x"}, URL_CODE["/v1/score"])
 
 
+def test_tenants_share_nothing() -> None:
+    assert of(BODY, tenant="a") != of(BODY, tenant="b")
+
+
+def test_keys_of_a_model_version_are_found_by_their_beginning() -> None:
+    found = of(BODY)
+    assert found is not None
+    assert len(found) == KEY_BYTES
+    assert found.startswith(tag("m@1"))
+
+
+def test_a_model_may_keep_sampled_answers() -> None:
+    warm = BODY | {"temperature": 1}
+    assert of(warm) is None
+    assert of(warm, space=Space("m@1", "f", everything=True)) is not None
+
+
+def test_a_seed_counts_only_where_the_engine_takes_one() -> None:
+    seeded = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "seed": 1}
+    assert of(seeded) is not None
+    assert of(seeded, URL_CODE["/v1/messages"]) is None
+
+
+def test_an_answer_that_depends_on_another_one_has_no_key() -> None:
+    responses = URL_CODE["/v1/responses"]
+    asked = {"input": "x", "temperature": 0}
+    assert of(asked, responses) is not None
+    assert of(asked | {"previous_response_id": "resp_1"}, responses) is None
+
+
+def test_what_a_response_repeats_of_its_request_counts() -> None:
+    asked = {"input": "x", "temperature": 0}
+    responses = URL_CODE["/v1/responses"]
+    assert of(asked | {"metadata": {"a": "1"}}, responses) != of(asked, responses)
+    assert of(asked | {"model": "alias"}, responses) == of(asked, responses)
+
+
+@pytest.mark.parametrize("text", ["1e300", "-0.0", "123456789012345678901234567890", "0.1"])
+def test_any_number_will_do(text: str) -> None:
+    assert SPACE.key("t", CHAT, b'{"temperature": 0, "x": [%b, {"y": %b}]}' % (text.encode(), text.encode()))
+
+
 @given(st.binary(max_size=60))
 def test_rubbish_has_no_key_and_raises_nothing(body: bytes) -> None:
-    assert key(SPACE, CHAT, body) is None or isinstance(json.loads(body), dict)
+    assert SPACE.key("t", CHAT, body) is None or isinstance(json.loads(body), dict)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from common.messages import Kind, Row
-from workers.cache.key import key
+from workers.cache.key import Space
 from workers.cache.result_cache import ResultCache
 from workers.results import Done
 
@@ -23,11 +24,15 @@ class Rows(Protocol):
 
 
 class Memory:
-    """Runs in the chunk's own thread, so that neither hashing nor Redis is ever on the engine's loop."""
+    """Runs in the chunk's own thread, so that neither hashing nor Redis is ever on the engine's loop.
 
-    def __init__(self, cache: ResultCache, space: bytes, *, read: bool, write: bool) -> None:
+    `tenants`: of each slice.
+    """
+
+    def __init__(self, cache: ResultCache, space: Space, tenants: Sequence[str], *, read: bool, write: bool) -> None:
         self._cache = cache
         self._space = space
+        self._tenants = tenants
         self._read = read
         self._write = write
         self._keys: dict[tuple[int, int], bytes] = {}
@@ -37,7 +42,7 @@ class Memory:
         rows = work.rows()
         wanted: list[tuple[int, bytes]] = []
         for number, (part, row) in enumerate(rows):
-            found = key(self._space, row.url, row.body)
+            found = self._space.key(self._tenants[part], row.url, row.body)
             if found is not None:
                 self._keys[part, row.pos] = found
                 wanted.append((number, found))

@@ -1,168 +1,232 @@
-"""The result cache in Redis: looked up before a chunk enters the engine, written behind, never in anybody's way.
+"""The result cache of a worker: looked up before a chunk enters the engine, written behind, never in anybody's way.
 
-It has a Redis server of its own: a cache must push old entries out when it is full, and a broker that did so would lose
-messages. A server that is slow, full or gone costs a few hundred milliseconds once, then nothing for a while.
+A lookup goes to the answers of this process first, then to Redis, and has a fixed time for both. Whatever goes wrong
+with Redis is found once, by whoever meets it, within that time; from then on nobody asks until the writer's thread,
+which nobody waits for, has found Redis well again.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
 
 import redis
-import zstandard
+from redis.exceptions import OutOfMemoryError
 
 from common import logs, metrics
 from common.errors import UsageError
-from common.live import at_once, state_url
 from common.settings import Settings
+from workers.cache.breaker import Breaker
+from workers.cache.local import LocalCache
+from workers.cache.server import KEYS_AT_ONCE, CacheServer
+from workers.cache.value import MAX_BODY, values
 
-#: Seconds that a look-up or a write may take.
-TIMEOUT_S = 0.25
-#: Seconds without another try after a failure.
-REST_S = 5.0
+#: A chunk's lookup may take so many times `cache.timeout_ms`, however many round trips it needs.
+LOOKUP_TIMEOUTS = 2
 #: Bytes waiting to be written, at most; what does not fit is not cached.
 PENDING_BYTES = 64 << 20
-#: Share of the machine's memory that a cache may be given.
-MEMORY_SHARE = 0.7
-
-_PREFIX = b"bm:cache:"
+#: Uses not told to the server yet, at most: that only keeps its order of use true.
+PENDING_TOUCHES = 16_384
+#: Seconds between two looks at the server's figures, and at whether it is still the one that we configured.
+LOOK_S = 10.0
+#: Seconds that writing the rest may take when a worker ends.
+CLOSE_S = 2.0
 
 log = logs.get(__name__)
 
 
 class ResultCache:
-    """Thread-safe. `check` may raise; nothing else does."""
+    """Thread-safe. `check` may raise; nothing else does. `model`: the version whose figures it counts."""
 
-    def __init__(self, settings: Settings) -> None:
-        assert settings.cache.url is not None
-        self._settings = settings
-        self._redis = redis.Redis.from_url(
-            settings.cache.url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=at_once()
-        )
-        self._pending: dict[bytes, bytes] = {}
-        self._bytes = 0
+    def __init__(self, settings: Settings, model: str = "") -> None:
+        self._model = model
+        self._settings = settings.cache
+        self._timeout_s = settings.cache.timeout_ms / 1000
+        self._values = values(settings)
+        self._server = CacheServer(settings, self._timeout_s)
+        self._local = LocalCache(settings.cache.local_mb << 20, settings.cache.ttl_s)
+        self._breaker = Breaker()
         self._lock = threading.Lock()
-        self._rest_until = 0.0
-        self._trouble = False
+        self._pending: dict[bytes, bytes] = {}
+        self._pending_bytes = 0
+        self._touched: dict[bytes, None] = {}
+        self._hits = self._misses = 0
+        self._epoch: bytes | None = None
+        self._run_id = ""
+        self._looked_at = time.monotonic()
+        self._full = False
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write, name="cache", daemon=True)
         self._writer.start()
 
     def check(self) -> None:
-        """Give the server its capacity; `UsageError` when it is the broker's, or the capacity is too large for it."""
+        """Configure the server; `UsageError` when it must not be used, or not with this capacity."""
         try:
-            server: Any = self._redis.info("server")
-            memory: Any = self._redis.info("memory")
+            self._look(configure=True)
         except (redis.RedisError, OSError) as exc:
             self._failed(exc)
-            return
-        for what, url in (("broker", self._settings.broker.url or ""), ("live state", state_url(self._settings))):
-            if _run_id(url) == server["run_id"]:
-                raise UsageError(
-                    f"cache.url: is the Redis server of the {what}, which must not push anything out; "
-                    "give the cache a server of its own"
-                )
-        capacity = int(self._settings.cache.capacity_gb * (1 << 30))
-        total = int(memory.get("total_system_memory", 0))
-        if total and capacity > MEMORY_SHARE * total:
-            raise UsageError(
-                f"cache.capacity_gb: {self._settings.cache.capacity_gb:g} is more than {MEMORY_SHARE:.0%} of the "
-                f"{total / (1 << 30):.1f} GB of the machine that the cache's Redis is on"
-            )
-        try:
-            self._redis.config_set("maxmemory", capacity)
-            self._redis.config_set("maxmemory-policy", "allkeys-lru")
-        except (redis.RedisError, OSError):
-            # Managed servers do not let themselves be told.
-            log.warning("the cache's server keeps its own capacity and eviction policy")
+            self._server.check_capacity()
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Bodies by key; none while the server rests or fails."""
-        if not keys or time.monotonic() < self._rest_until:
+        """Answers by key, within a bounded time; what Redis did not say by then is missing."""
+        if not keys:
             return {}
-        with self._lock:
-            found = {key: self._pending[key] for key in keys if key in self._pending}
-        missing = list({key for key in keys if key not in found})
-        try:
-            values = cast(list[bytes | None], self._redis.mget([_PREFIX + key for key in missing])) if missing else []
-        except (redis.RedisError, OSError) as exc:
-            self._failed(exc)
-            return found
-        self._worked()
-        for key, value in zip(missing, values, strict=True):
-            if value is not None:
-                try:
-                    found[key] = zstandard.decompress(value)
-                except zstandard.ZstdError:
-                    continue
+        asked = list(dict.fromkeys(keys))
+        found = self._here(asked)
+        if self._breaker.closed:
+            try:
+                self._there(asked, found)
+            except (redis.RedisError, OSError) as exc:
+                self._failed(exc)
         hits = sum(key in found for key in keys)
         metrics.CACHE_HITS.inc(hits)
         metrics.CACHE_MISSES.inc(len(keys) - hits)
+        with self._lock:
+            self._hits += hits
+            self._misses += len(keys) - hits
+            if len(self._touched) < PENDING_TOUCHES:
+                self._touched.update(dict.fromkeys(found))
         return found
 
     def put(self, key: bytes, body: bytes) -> None:
         """Keep an answer; it is written within `cache.sync_interval_ms`."""
+        if len(body) > MAX_BODY:
+            metrics.CACHE_DROPPED.inc()
+            return
+        self._local.put(key, body)
         with self._lock:
-            if key in self._pending or self._bytes + len(body) > PENDING_BYTES:
+            if key in self._pending:
+                return
+            if self._pending_bytes + len(body) > PENDING_BYTES:
+                metrics.CACHE_DROPPED.inc()
                 return
             self._pending[key] = body
-            self._bytes += len(body)
+            self._pending_bytes += len(body)
 
     def close(self) -> None:
         """Write what waits, once, and stop."""
         self._closing.set()
-        self._writer.join(timeout=2)
-        self._redis.close()
+        self._writer.join(timeout=CLOSE_S)
+        self._server.close()
+
+    def _here(self, keys: list[bytes]) -> dict[bytes, bytes]:
+        """What this process has."""
+        found = {}
+        for key in keys:
+            # What is too large for the one may still wait in the other.
+            body = self._local.get(key) or self._pending.get(key)
+            if body is not None:
+                found[key] = body
+        return found
+
+    def _there(self, asked: list[bytes], found: dict[bytes, bytes]) -> None:
+        """Fill `found` with what Redis has, as far as it answers in time."""
+        until = time.monotonic() + LOOKUP_TIMEOUTS * self._timeout_s
+        missing = [key for key in asked if key not in found]
+        at = 0
+        # Asked even when nothing is missing: the epoch says whether what was found here still counts.
+        while (at == 0 or at < len(missing)) and time.monotonic() < until:
+            part = missing[at : at + KEYS_AT_ONCE]
+            epoch, values = self._server.get(part)
+            if self._cleared(epoch):
+                found.clear()
+                missing = asked
+                continue
+            for key, value in zip(part, values, strict=True):
+                body = self._values.unpack(key, value) if value is not None else None
+                if body is not None:
+                    found[key] = body
+                    self._local.put(key, body)
+            at += KEYS_AT_ONCE
+
+    def _cleared(self, epoch: bytes) -> bool:
+        """True when something was cleared since the last time: then all that is held here is forgotten."""
+        with self._lock:
+            before, self._epoch = self._epoch, epoch
+            if before is None or before == epoch:
+                return False
+            self._pending.clear()
+            self._pending_bytes = 0
+        self._local.clear()
+        return True
 
     def _write(self) -> None:
-        while not self._closing.wait(self._settings.cache.sync_interval_ms / 1000):
+        while not self._closing.wait(self._settings.sync_interval_ms / 1000):
+            if self._breaker.due():
+                self._try_again()
             self._flush()
+            if self._breaker.closed and time.monotonic() - self._looked_at > LOOK_S:
+                self._guarded(self._look)
         self._flush()
+
+    def _try_again(self) -> None:
+        try:
+            # Whole, because a server that was gone may have come back without its capacity.
+            self._look(configure=True)
+        except (UsageError, redis.RedisError, OSError):
+            return
+        else:
+            self._breaker.close()
+            metrics.CACHE_RESTING.set(0)
+            log.info("the result cache is back")
+
+    def _look(self, configure: bool = False) -> None:
+        """Read the server's figures; configure it when it is another one than last time."""
+        self._looked_at = time.monotonic()
+        facts = self._server.configure() if configure else self._server.facts()
+        if not configure and facts.run_id != self._run_id:
+            facts = self._server.configure()
+        self._run_id = facts.run_id
+        metrics.CACHE_ENTRIES.set(facts.entries)
+        metrics.CACHE_BYTES.set(facts.bytes)
+        metrics.CACHE_CAPACITY.set(facts.capacity)
+        metrics.CACHE_EVICTED.set(facts.evicted)
 
     def _flush(self) -> None:
         with self._lock:
-            batch = dict(self._pending)
-        if not batch:
+            batch, self._pending = self._pending, {}
+            self._pending_bytes = 0
+            touched, self._touched = list(self._touched), {}
+            figures = {"hits": self._hits, "misses": self._misses}
+        if not self._breaker.closed:
+            # What a cache cannot take is not kept for it.
+            metrics.CACHE_DROPPED.inc(len(batch))
             return
-        if time.monotonic() >= self._rest_until:
+        self._guarded(lambda: self._flush_to_server(batch, touched, figures))
+
+    def _flush_to_server(self, batch: dict[bytes, bytes], touched: list[bytes], figures: dict[str, int]) -> None:
+        entries = list(batch.items())
+        for at in range(0, len(entries), KEYS_AT_ONCE):
+            part = [(key, self._values.pack(key, body)) for key, body in entries[at : at + KEYS_AT_ONCE]]
             try:
-                pipe = self._redis.pipeline(transaction=False)
-                for key, body in batch.items():
-                    pipe.set(_PREFIX + key, zstandard.compress(body, 1), ex=self._settings.cache.ttl_s)
-                pipe.execute()
-                self._worked()
-            except (redis.RedisError, OSError) as exc:
-                self._failed(exc)
-        # Written or not: what a cache cannot take is not kept for it.
+                self._server.put(part)
+            except OutOfMemoryError:
+                # It answers, so lookups go on.
+                metrics.CACHE_DROPPED.inc(len(part))
+                if not self._full:
+                    self._full = True
+                    log.warning("the result cache takes nothing more; new answers are not kept")
+            else:
+                self._full = False
+                metrics.CACHE_WRITTEN.inc(len(part))
+                figures["written"] = figures.get("written", 0) + len(part)
+        for at in range(0, len(touched), 1024):
+            self._server.touch(touched[at : at + 1024])
+        self._server.count(self._model, figures)
         with self._lock:
-            for key, body in batch.items():
-                del self._pending[key]
-                self._bytes -= len(body)
+            self._hits -= figures["hits"]
+            self._misses -= figures["misses"]
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except (UsageError, redis.RedisError, OSError) as exc:
+            self._failed(exc)
 
     def _failed(self, exc: BaseException) -> None:
-        self._rest_until = time.monotonic() + REST_S
         metrics.CACHE_FAILURES.inc()
-        if not self._trouble:
-            self._trouble = True
-            log.warning("the result cache does not answer; work goes on without it", error=type(exc).__name__)
-
-    def _worked(self) -> None:
-        if self._trouble:
-            self._trouble = False
-            log.info("the result cache is back")
-
-
-def _run_id(url: str) -> str | None:
-    """The identity of the Redis server at a URL; None where there is none to ask."""
-    if not url.startswith(("redis", "unix")):
-        return None
-    url = url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")
-    try:
-        with redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S) as client:
-            server: Any = client.info("server")
-            return str(server["run_id"])
-    except (redis.RedisError, OSError):
-        return None
+        if self._breaker.open():
+            metrics.CACHE_RESTING.set(1)
+            reason = str(exc) if isinstance(exc, UsageError) else type(exc).__name__
+            log.warning("the result cache is not to be had; work goes on without it", reason=reason)

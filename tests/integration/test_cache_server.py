@@ -1,0 +1,327 @@
+"""The result cache against real Redis servers: bounded, never in the way, true to what was cleared."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from common.errors import UsageError
+from common.settings import Settings, load
+from tests.support.brokers import RedisServer, redis_server
+from tests.support.ports import wait_until
+from workers.cache import result_cache
+from workers.cache.result_cache import ResultCache
+from workers.cache.server import CacheServer
+
+Make = Callable[..., Settings]
+
+KEY = {"BATCHMILL_SECURITY_RESULTS_KEY": "ab" * 32}
+
+
+@pytest.fixture(scope="module")
+def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("cache-redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def cache_server(module_server: RedisServer) -> Iterator[RedisServer]:
+    """A Redis server as it is when nobody has used it yet."""
+    yield module_server
+    if module_server.alive:
+        module_server.resume()
+    else:
+        module_server.start()
+    with module_server.client(0) as client:
+        client.flushall()
+        client.config_resetstat()
+        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
+        client.acl_deluser("managed")
+
+
+@pytest.fixture
+def make(cache_server: RedisServer) -> Make:
+    """Settings with the cache on that server; `user`: logs in as; the rest as `BATCHMILL_CACHE_…`."""
+
+    def settings(user: str = "", database: int = 0, **more: Any) -> Settings:
+        login = f"{user}:x@" if user else ""
+        url = f"redis://{login}127.0.0.1:{cache_server.port}/{database}"
+        # Nothing here is about how long Redis takes, so a busy machine may.
+        fixed = KEY | {"BATCHMILL_CACHE_URL": url, "BATCHMILL_CACHE_TIMEOUT_MS": "5000"}
+        return load(env=fixed | {f"BATCHMILL_CACHE_{k.upper()}": str(v) for k, v in more.items()})
+
+    return settings
+
+
+@pytest.fixture
+def managed(cache_server: RedisServer) -> str:
+    """A user that may not configure the server, as with managed ones."""
+    with cache_server.client(0) as client:
+        client.execute_command("ACL", "SETUSER", "managed", "on", ">x", "~*", "&*", "+@all", "-config")
+    return "managed"
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Settings], ResultCache]]:
+    """Makes caches that are closed in the end."""
+    made: list[ResultCache] = []
+
+    def cache(settings: Settings) -> ResultCache:
+        made.append(ResultCache(settings, "m@1"))
+        return made[-1]
+
+    yield cache
+    for one in made:
+        one.close()
+
+
+Opened = Callable[[Settings], ResultCache]
+
+
+def key(number: int) -> bytes:
+    return b"%048d" % number
+
+
+def rows(count: int, size: int) -> list[tuple[bytes, bytes]]:
+    return [(key(n), random.randbytes(size)) for n in range(count)]
+
+
+def put_all(server: CacheServer, entries: list[tuple[bytes, bytes]]) -> None:
+    for at in range(0, len(entries), 64):
+        server.put(entries[at : at + 64])
+
+
+def test_a_server_of_its_own_gets_the_capacity_and_keeps_to_it(
+    make: Make, opened: Opened, cache_server: RedisServer
+) -> None:
+    cache = opened(make(capacity_gb=0.02))
+    cache.check()
+    for number, (name, body) in enumerate(rows(2000, 20_000)):
+        cache.put(name, body)
+        if number % 500 == 499:
+            wait_until(lambda: not cache._pending, 30, "written")
+    cache.close()
+    with cache_server.client(0) as client:
+        memory: Any = client.info("memory")
+        assert int(memory["used_memory"]) <= 1.2 * int(memory["maxmemory"])
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
+        assert client.exists(b"bm:cache:" + key(1999))
+    facts = CacheServer(make(capacity_gb=0.02), 5).configure()
+    assert facts.evicted > 0
+    assert facts.capacity == int(0.02 * (1 << 30))
+
+
+def test_a_server_that_comes_back_gets_its_capacity_again(
+    make: Make, opened: Opened, cache_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_cache, "LOOK_S", 0.1)
+    cache = opened(make(capacity_gb=0.02))
+    cache.check()
+    cache_server.kill()
+    cache_server.start()
+    with cache_server.client(0) as client:
+        wait_until(lambda: client.config_get("maxmemory") != {"maxmemory": "0"}, 20, "the capacity is set")
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_where_the_server_is_not_ours_the_cache_counts(
+    make: Make, managed: str, cache_server: RedisServer, shared: bool
+) -> None:
+    """Least recently used first, by our own count, and what others keep there stays."""
+    if shared:
+        with cache_server.client(0) as client:
+            client.set("somebody's", "own")
+    settings = make(database=1, capacity_gb=0.001) if shared else make(user=managed, capacity_gb=0.001)
+    server = CacheServer(settings, 5)
+    assert server.configure().policy == "counts"
+    entries = rows(100, 5000)
+    put_all(server, entries)
+    server.touch([key(0), key(1)])
+    put_all(server, [(key(1000 + n), random.randbytes(5000)) for n in range(150)])
+    facts = server.facts()
+    assert facts.bytes <= facts.capacity
+    assert facts.bytes > 0.9 * facts.capacity
+    assert facts.entries + facts.evicted == 250
+    _, found = server.get([key(0), key(1), key(2), key(50), key(1149)])
+    assert [value is not None for value in found] == [True, True, False, False, True]
+    with cache_server.client(1 if shared else 0) as client:
+        stored = list(client.scan_iter(match="bm:cache:*", count=1000))
+        assert len(stored) == facts.entries
+        assert sum(len(client.get(name) or b"") for name in stored) <= facts.bytes
+    assert server.drop([key(0), key(2)]) == 1
+    for at in server.scan():
+        server.drop(at)
+    emptied = server.facts()
+    assert (emptied.entries, emptied.bytes) == (0, 0)
+    if shared:
+        with cache_server.client(0) as client:
+            assert client.get("somebody's") == b"own"
+            assert client.config_get("maxmemory") == {"maxmemory": "0"}
+    server.close()
+
+
+def test_writing_an_answer_again_is_counted_once(make: Make, managed: str) -> None:
+    server = CacheServer(make(user=managed), 5)
+    server.configure()
+    server.put([(key(1), b"x" * 100)])
+    once = server.facts().bytes
+    server.put([(key(1), b"x" * 100), (key(1), b"y" * 100)])
+    assert server.facts().bytes == once
+    server.put([(key(1), b"x" * 90)])
+    assert server.facts().bytes == once - 10
+    server.close()
+
+
+def test_a_full_server_that_evicts_nothing_is_lived_with(
+    make: Make, managed: str, opened: Opened, cache_server: RedisServer
+) -> None:
+    with cache_server.client(0) as client:
+        used: Any = client.info("memory")
+        client.config_set("maxmemory", int(used["used_memory"]) + (3 << 20))
+    cache = opened(make(user=managed, capacity_gb=0.05, local_mb=0))
+    cache.check()
+    for name, body in rows(600, 10_000):
+        cache.put(name, body)
+    wait_until(lambda: not cache._pending, 30, "written")
+    cache.close()
+    server = CacheServer(make(user=managed, capacity_gb=0.05), 5)
+    server.configure()
+    facts = server.facts()
+    assert facts.entries > 50
+    assert facts.evicted > 0
+    server.close()
+
+
+def test_a_full_server_without_anything_of_ours_takes_nothing_and_breaks_nothing(
+    make: Make, managed: str, opened: Opened, cache_server: RedisServer
+) -> None:
+    with cache_server.client(0) as client:
+        client.config_set("maxmemory", 1)
+    cache = opened(make(user=managed))
+    cache.check()
+    cache.put(key(1), b"answer")
+    wait_until(lambda: cache._full, 20, "it was found full")
+    assert cache.get([key(1), key(2)]) == {key(1): b"answer"}
+    assert cache._breaker.closed
+
+
+@pytest.mark.parametrize("user", ["", "managed"])
+def test_entries_end_with_their_time(make: Make, managed: str, user: str) -> None:
+    server = CacheServer(make(user=user, ttl_s=1), 5)
+    server.configure()
+    server.put([(key(1), b"x")])
+    assert server.get([key(1)])[1] == [b"x"]
+    wait_until(lambda: server.get([key(1)])[1] == [None], 10, "it is gone")
+    server.put([(key(2), b"x")])
+    assert server.get([key(2)])[1] == [b"x"]
+    if user:
+        assert server.facts().entries == 1
+    server.close()
+
+
+@pytest.mark.parametrize("role", ["BROKER", "STATE"])
+def test_beside_the_broker_it_needs_at_least_another_database(cache_server: RedisServer, role: str) -> None:
+    """There it counts for itself, since a broker's server must push nothing out."""
+    url = f"redis://127.0.0.1:{cache_server.port}"
+    env = KEY | {f"BATCHMILL_{role}_URL": f"{url}/0"}
+    server = CacheServer(load(env=env | {"BATCHMILL_CACHE_URL": f"{url}/0"}), 5)
+    with pytest.raises(UsageError, match=r"cache\.url"):
+        server.configure()
+    server.close()
+    server = CacheServer(load(env=env | {"BATCHMILL_CACHE_URL": f"{url}/1"}), 5)
+    assert server.configure().policy == "counts"
+    server.close()
+
+
+def test_more_capacity_than_the_machine_has_is_refused_even_when_the_server_is_away(
+    make: Make, opened: Opened, cache_server: RedisServer
+) -> None:
+    cache = opened(make(capacity_gb=100_000))
+    with pytest.raises(UsageError, match=r"cache\.capacity_gb"):
+        cache.check()
+    cache_server.kill()
+    with pytest.raises(UsageError, match=r"cache\.capacity_gb"):
+        cache.check()
+
+
+@pytest.mark.parametrize("how", ["hangs", "is dead"])
+def test_a_server_that_fails_costs_its_time_once(
+    make: Make, opened: Opened, cache_server: RedisServer, how: str
+) -> None:
+    cache = opened(make(timeout_ms=300))
+    cache.put(key(1), b"answer")
+    if how == "hangs":
+        cache_server.pause()
+    else:
+        cache_server.kill()
+    began = time.monotonic()
+    assert cache.get([key(1), key(2)]) == {key(1): b"answer"}
+    assert time.monotonic() - began < 3
+    began = time.monotonic()
+    for _ in range(100):
+        assert cache.get([key(2)]) == {}
+        cache.put(key(3), b"answer")
+    assert time.monotonic() - began < 1
+    began = time.monotonic()
+    cache.close()
+    assert time.monotonic() - began < 5
+
+
+def test_it_is_used_again_once_it_is_back(
+    make: Make, opened: Opened, cache_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened(make(timeout_ms=300, local_mb=0))
+    cache._breaker._rest_s = 0.2
+    cache_server.pause()
+    cache.get([key(1)])
+    assert not cache._breaker.closed
+    cache_server.resume()
+    wait_until(lambda: cache._breaker.closed, 30, "it is trusted again")
+    cache.put(key(1), b"answer")
+    wait_until(lambda: bool(cache.get([key(1)])), 30, "it is written")
+
+
+def test_what_was_cleared_is_forgotten_by_every_worker_at_once(make: Make, opened: Opened) -> None:
+    settings = make()
+    cache, server = opened(settings), CacheServer(settings, 5)
+    cache.check()
+    cache.put(key(1), b"answer")
+    assert cache.get([key(1)]) == {key(1): b"answer"}
+    wait_until(lambda: server.get([key(1)])[1] != [None], 20, "it is written")
+    server.drop([key(1)])
+    server.turn_epoch()
+    assert cache.get([key(1)]) == {}
+    cache.put(key(1), b"another")
+    assert cache.get([key(1)]) == {key(1): b"another"}
+    server.close()
+
+
+def test_a_value_that_somebody_else_wrote_is_no_answer(make: Make, opened: Opened, cache_server: RedisServer) -> None:
+    cache = opened(make())
+    cache.check()
+    with cache_server.client(0) as client:
+        client.set(b"bm:cache:" + key(1), b"\x01" + bytes(16) + b"not ours")
+        client.lpush(b"bm:cache:" + key(2), "not even a string")
+    assert cache.get([key(1), key(2)]) == {}
+
+
+def test_workers_keep_their_figures_together(make: Make, opened: Opened) -> None:
+    settings = make()
+    server = CacheServer(settings, 5)
+    for _ in range(2):
+        cache = opened(settings)
+        cache.get([key(1)])
+        cache.put(key(1), b"answer")
+        cache.get([key(1), key(1)])
+        cache.close()
+    assert server.counts()["m@1"] == {"hits": 5, "misses": 1, "written": 2}
+    with pytest.raises(redis.ConnectionError):
+        CacheServer(load(env={"BATCHMILL_CACHE_URL": "redis://127.0.0.1:1/0"}), 0.5).ping()
+    server.close()

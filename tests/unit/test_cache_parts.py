@@ -1,0 +1,163 @@
+"""The parts of the result cache that need no server: the small cache in front, the breaker, values, fingerprints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from common.registry import ModelVersion
+from workers.cache.breaker import Breaker
+from workers.cache.fingerprint import fingerprint
+from workers.cache.key import Space
+from workers.cache.local import OVERHEAD, LocalCache
+from workers.cache.value import MAX_BODY, Values
+from workers.engine.base import EngineFacts
+from workers.models.digest import combine, digest_files
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = LocalCache(3 * (OVERHEAD + 10))
+    for name in (b"a", b"b", b"c"):
+        cache.put(name, name * 10)
+    assert cache.get(b"a") == b"a" * 10
+    cache.put(b"d", b"d" * 10)
+    assert [name for name in (b"a", b"b", b"c", b"d") if cache.get(name) is not None] == [b"a", b"c", b"d"]
+
+
+def test_it_never_holds_more_than_it_may() -> None:
+    cache = LocalCache(5000)
+    for number in range(500):
+        cache.put(b"%d" % (number % 40), b"x" * (number * 37 % 1500))
+        assert cache.bytes <= 5000
+    assert cache.bytes == sum(len(cache.get(b"%d" % n) or b"") + OVERHEAD for n in range(40) if cache.get(b"%d" % n))
+    cache.put(b"huge", b"x" * 5000)
+    assert cache.get(b"huge") is None
+    cache.clear()
+    assert (cache.bytes, len(cache)) == (0, 0)
+
+
+def test_an_entry_does_not_outlive_its_time() -> None:
+    clock = Clock()
+    cache = LocalCache(1 << 20, ttl_s=10, clock=clock)
+    cache.put(b"a", b"x")
+    clock.now = 9.0
+    assert cache.get(b"a") == b"x"
+    clock.now = 10.0
+    assert cache.get(b"a") is None
+    assert cache.bytes == 0
+
+
+def test_a_breaker_asks_rarely_and_only_one_asks() -> None:
+    clock = Clock()
+    breaker = Breaker(5.0, clock)
+    assert breaker.closed
+    assert not breaker.due()
+    assert breaker.open()
+    assert not breaker.open()
+    assert not breaker.closed
+    assert not breaker.due()
+    clock.now = 5.0
+    assert [breaker.due(), breaker.due()] == [True, False]
+    clock.now = 10.0
+    assert breaker.due()
+    breaker.close()
+    assert breaker.closed
+
+
+KEY, OTHER = b"k" * 48, b"o" * 48
+
+
+def test_only_what_the_fleet_wrote_for_this_key_is_an_answer() -> None:
+    values = Values([b"1" * 32])
+    value = values.pack(KEY, b'{"a":1}')
+    assert values.unpack(KEY, value) == b'{"a":1}'
+    assert values.unpack(OTHER, value) is None
+    assert Values([b"2" * 32]).unpack(KEY, value) is None
+    for at in range(len(value)):
+        assert values.unpack(KEY, value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]) is None
+        assert values.unpack(KEY, value[:at]) is None
+
+
+def test_a_key_that_is_being_replaced_still_counts() -> None:
+    value = Values([b"1" * 32]).pack(KEY, b"{}")
+    assert Values([b"2" * 32, b"1" * 32]).unpack(KEY, value) == b"{}"
+
+
+def test_a_frame_that_unpacks_to_too_much_is_left_alone() -> None:
+    values = Values([b"1" * 32])
+    assert values.unpack(KEY, values.seal(KEY, zstandard.compress(bytes(MAX_BODY + 1)))) is None
+    assert values.unpack(KEY, values.seal(KEY, b"no frame at all")) is None
+
+
+def entry(**engine: Any) -> ModelVersion:
+    return ModelVersion(source="/m", engine=engine)
+
+
+def facts(digest: str = "blake3:1", engine: str = "vllm 0.32.0", **more: Any) -> EngineFacts:
+    return EngineFacts(
+        engine=engine, model="m@1", device="gpu 0", max_num_seqs=8, max_model_len=100, detail={"digest": digest} | more
+    )
+
+
+def test_what_does_not_change_answers_keeps_the_fingerprint() -> None:
+    first = fingerprint("m@1", entry(max_num_seqs=8, **{"gpu-memory-utilization": 0.5}), facts())
+    assert fingerprint("m@1", entry(max_num_seqs=64, num_gpu_blocks_override=70), facts(start_s=3.5)) == first
+    assert len(first) == 16
+
+
+@pytest.mark.parametrize(
+    ("version", "changed", "said"),
+    [
+        ("m@2", {}, facts()),
+        ("m@1", {}, facts("blake3:2")),
+        ("m@1", {}, facts(engine="vllm 0.33.0")),
+        ("m@1", {}, facts(dtype="float16")),
+        ("m@1", {"quantization": "fp8"}, facts()),
+        ("m@1", {"tool_call_parser": "hermes"}, facts()),
+        ("m@1", {"some_argument_of_tomorrow": 1}, facts()),
+    ],
+)
+def test_what_changes_answers_changes_the_fingerprint(version: str, changed: dict[str, Any], said: EngineFacts) -> None:
+    assert fingerprint(version, entry(**changed), said) != fingerprint("m@1", entry(), facts())
+
+
+def test_a_chat_template_counts_by_its_content(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ a }}")
+    with_it = entry(chat_template=str(template))
+    first = fingerprint("m@1", with_it, facts())
+    template.write_text("{{ b }}")
+    second = fingerprint("m@1", with_it, facts())
+    template.write_text("{{ a }}")
+    assert first != second
+    assert fingerprint("m@1", with_it, facts()) == first
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
+def test_a_changed_model_folder_is_a_new_space_and_a_rollback_the_old_one(tmp_path: Path, name: str) -> None:
+    """The digest of the folder is how weights, tokenizer and template come into every key."""
+
+    def key() -> bytes | None:
+        said = facts(combine(digest_files(tmp_path)))
+        return Space("m@1", fingerprint("m@1", entry(), said)).key("t", 0, b'{"messages":[],"temperature":0}')
+
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / name).write_text("one")
+    first = key()
+    (tmp_path / name).write_text("two")
+    second = key()
+    (tmp_path / name).write_text("one")
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert key() == first
