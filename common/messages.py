@@ -62,7 +62,7 @@ class Chunk(msgspec.Struct, frozen=True):
     reply_to: str
     epoch: int
     sent_at: float
-    #: Unix seconds; a worker drops the chunk after it (the coordinator has settled its requests by then). 0: never.
+    #: Unix seconds after which a worker gives the chunk back (`TOO_LATE`): nobody waits for it any more. 0: never.
     not_after: float
     #: Seconds one request may take in the engine.
     timeout_s: float
@@ -101,6 +101,11 @@ class Part(msgspec.Struct, array_like=True):
     length: bytes
     lines: bytes
     usage: Usage
+
+
+#: `Failure.code` of a chunk that a worker gave back because `not_after` has passed by its clock. The coordinator, whose
+#: clock decides, knows whether that is so.
+TOO_LATE = "too_late"
 
 
 class Failure(msgspec.Struct, array_like=True):

@@ -108,6 +108,11 @@ class Status(msgspec.Struct, kw_only=True):
     status: str = "queued"
     #: Shown beside the status: `no_workers`, `no_coordinator`, `disk_full`, … None: all is well.
     reason: str | None = None
+    #: One of `PRIORITIES`, by the last word on it; empty: as submitted.
+    priority: str = ""
+    paused: bool = False
+    #: Beside the reason `scheduled`: Unix seconds from which on requests are sent.
+    opens_at: float | None = None
     model: str = ""
     name: str | None = None
     request_counts: Counts = msgspec.field(default_factory=Counts)
@@ -123,11 +128,13 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 class Command(msgspec.Struct, kw_only=True, frozen=True):
-    """What a person asks the coordinator to do with a batch. `command`: `cancel`."""
+    """What a person asks the coordinator to do with a batch: `cancel`, `pause`, `resume` or `reprioritize`."""
 
     command: str
     at: float
     by: str = ""
+    #: For `reprioritize`: one of `PRIORITIES`.
+    priority: str | None = None
 
 
 class Heartbeat(msgspec.Struct, kw_only=True, frozen=True):

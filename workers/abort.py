@@ -12,7 +12,7 @@ class Abort(Enum):
     DRAIN = "drain"
     #: A person revoked the task: what is done is published with a final `terminated`, the message is acknowledged.
     USER = "user"
-    #: `not_after` has passed, the coordinator has settled the rest: nothing more is said, the message is acknowledged.
+    #: `not_after` has passed by this clock: what is done is published with a final `too_late`, then acknowledged.
     EXPIRED = "expired"
     #: The engine died: what was answered before is published, the process exits with the message unacknowledged.
     ENGINE = "engine"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from common.lines import encode_marks
-from common.messages import VERSION, Chunk, Failure, Kind, Results, Row
+from common.messages import TOO_LATE, VERSION, Chunk, Failure, Kind, Results, Row
 from common.urls import URLS
 from workers.abort import Abort
 from workers.attempt import Tried
@@ -32,6 +32,11 @@ FLUSH_S = 2.0
 MESSAGE_BYTES = 1 << 20
 #: Seconds the engine's loop has to let go of an aborted chunk.
 ABORT_S = 5.0
+#: What the last message of a chunk says that was given up and not for another worker to go on with.
+_FAILURES: dict[Abort | None, Failure] = {
+    Abort.USER: Failure("terminated", "a person revoked the task"),
+    Abort.EXPIRED: Failure(TOO_LATE, "not_after has passed by this worker's clock"),
+}
 
 
 class ChunkWork:
@@ -217,23 +222,25 @@ class ChunkRun:
 
     def run(self) -> Abort | None:
         """Send every result, the last message with `done`; returns why it was given up, if it was."""
+        if self._late():
+            # Said and not just dropped: this clock may be wrong, and then the coordinator sends the rows again.
+            self._publish([], done=True, failure=_FAILURES[Abort.EXPIRED])
+            return Abort.EXPIRED
         if self._memory is not None:
             self._memory.recall(self.work)
         self.work.start()
         flushed = time.monotonic()
         while True:
             taken, ended = self.work.take(max(0.0, flushed + FLUSH_S - time.monotonic()))
-            self._expire()
+            if self._late():
+                self.work.abort(Abort.EXPIRED)
             reason = self.work.reason
-            if reason is Abort.EXPIRED:
-                return reason
             if ended and reason in (Abort.DRAIN, Abort.ENGINE):
                 if taken:
                     self._publish(taken, done=False)
                 return reason
             if ended:
-                failure = Failure("terminated", "a person revoked the task") if reason is Abort.USER else None
-                self._publish(taken, done=True, failure=failure)
+                self._publish(taken, done=True, failure=_FAILURES.get(reason))
                 return reason
             if taken:
                 self._publish(taken, done=False)
@@ -243,9 +250,8 @@ class ChunkRun:
         """Send the final message of a chunk that broke; its unanswered rows count as a failed attempt."""
         self._publish([], done=True, failure=Failure(code, message))
 
-    def _expire(self) -> None:
-        if self.chunk.not_after and time.time() > self.chunk.not_after:
-            self.work.abort(Abort.EXPIRED)
+    def _late(self) -> bool:
+        return bool(self.chunk.not_after) and time.time() > self.chunk.not_after
 
     def _publish(self, taken: list[Done], *, done: bool, failure: Failure | None = None) -> None:
         results = Results(

@@ -166,8 +166,6 @@ class Node:
             return Ending.DONE, "answered already"
         if self.leases.given_up(chunk.id):
             return Ending.DONE, "given up"
-        if chunk.not_after and time.time() > chunk.not_after:
-            return Ending.DONE, "too late"
         return self._run(chunk, rows)
 
     def abort(self, chunk_id: str, reason: Abort) -> None:

@@ -87,6 +87,8 @@ class Assembled:
     errors_digest: str = ""
     output_bytes: int = 0
     errors_bytes: int = 0
+    #: Rows that a cut left without an outcome, which are among the failed.
+    missed: int = 0
 
 
 @dataclass(slots=True)
@@ -117,6 +119,7 @@ class Assembler:
         self._table = PositionTable(windows, scratch / f".assembly-{source.batch.id}")
         self._lost_marks = encode_marks(source.batch.model, attempts=0)
         self._looked_at = time.monotonic()
+        self._missed = 0
 
     def to_group(self, group: FileGroup) -> Assembled:
         """Write `output.jsonl` and `errors.jsonl` into a group of files.
@@ -141,7 +144,13 @@ class Assembler:
             for _, line in invalid:
                 bad.write(line)
             return Assembled(
-                good.lines, bad.lines, good.finish(), bad.finish(), output_bytes=good.bytes, errors_bytes=bad.bytes
+                good.lines,
+                bad.lines,
+                good.finish(),
+                bad.finish(),
+                output_bytes=good.bytes,
+                errors_bytes=bad.bytes,
+                missed=self._missed,
             )
         finally:
             self._table.close()
@@ -270,6 +279,7 @@ class Assembler:
 
     def _made_line(self, row: Row, rank: int, place: int) -> bytes:
         if rank < ERROR:
+            self._missed += 1
             said = _CUTS[self._source.cut or "cancelled"]
             return error_line(self._batch.id, row.index, row.custom_id, *said, self._lost_marks)
         decision = self._decisions[place]

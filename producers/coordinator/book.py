@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.messages import Part, Results, kinds, positions
+from common.messages import TOO_LATE, Part, Results, kinds, positions
 from producers.batch import Batch
 from producers.coordinator.backoff import retry_delay
 from producers.coordinator.lanes import Done, Lane, Outcome, Outstanding, Retry, Share
@@ -292,12 +292,23 @@ class Book:
             # Messages overtake each other when they are delivered again: wait for those that are on their way.
             return
         del self.out[chunk.id]
+        if done.failure is not None and done.failure.code == TOO_LATE:
+            self._given_back(chunk, left, now)
+            return
         code, message = NO_ANSWER if done.failure is None else (done.failure.code, done.failure.message)
         lane = self.lane(chunk.model)
         for share, rows in left:
             due = now + retry_delay(share.attempt)
             lane.retries.append(
                 Retry(share.batch, rows, share.attempt + 1, share.losses, share.alone, due, code, message)
+            )
+
+    def _given_back(self, chunk: Outstanding, left: list[tuple[Share, Positions]], now: float) -> None:
+        """Its deadline has passed by its worker's clock, but not by ours: that is no failed attempt of its rows."""
+        for share, rows in left:
+            self.batches[share.batch].clock_doubted = True
+            self.lane(chunk.model).retries.append(
+                Retry(share.batch, rows, share.attempt, share.losses, share.alone, now)
             )
 
     def _open_shares(self, chunk: Outstanding) -> list[tuple[Share, Positions]]:

@@ -1,4 +1,4 @@
-"""Looks for new batches and commands, closes what is complete, and says where every batch stands."""
+"""Looks for new batches, commands and deadlines, closes what is complete, and says where every batch stands."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from collections.abc import Iterator
 import msgspec
 
 from common import metrics
-from common.errors import BatchmillError, Unreachable, UsageError
-from common.ids import is_batch_id
+from common.errors import BatchmillError, Unreachable
 from common.logs import get
 from common.store import LocalStore, Store
-from producers.batch import FINAL, Batch, Command, Status, folder, read_batch, read_status
+from producers.batch import Batch, Status, folder, read_batch
+from producers.coordinator.commands import Commands
 from producers.coordinator.core import Core, trouble_of
+from producers.coordinator.cuts import Cuts
 from producers.coordinator.finalizer import LARGE, Finalizer
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.progress import Progress
-from producers.coordinator.records import Cancelled, Closed
-from producers.coordinator.status_files import StatusFiles
+from producers.coordinator.records import Closed
+from producers.coordinator.status_files import StatusFiles, has_ended
 from producers.intake import recover
+from producers.schedule import run_window
 
 log = get(__name__)
 
@@ -42,8 +44,6 @@ _PAUSE_S = 0.02
 #: Seconds for which a batch is left alone whose files made trouble.
 TROUBLED_S = 5.0
 _NEVER: tuple[float, str, str | None] = (float("-inf"), "", None)
-#: Seconds a cancelled batch waits for what is in engines, at most.
-CANCEL_S = 10.0
 #: Reasons shown beside a status, the gravest first.
 _REASONS = ("disk_full", "store_unreachable", "broker_unreachable", "broker_memory", "state_unreachable")
 
@@ -65,18 +65,19 @@ class Control:
         self._leadership = leadership
         self._finalizer = finalizer
         self._files = files
-        self._cancel_s = min(CANCEL_S, lease_s)
+        self._commands = Commands(core, store, leadership, self._apart)
+        self._cuts = Cuts(core, lease_s)
         self._period = PERIOD_S if isinstance(store, LocalStore) else PERIOD_OBJECT_STORE_S
         self._active = f"active/{core.shard}"
         #: batch → (monotonic seconds, word and reason) of its last status file.
         self._said: dict[str, tuple[float, str, str | None]] = {}
         #: Markers that were complained about already.
         self._odd: set[str] = set()
-        #: batch → monotonic seconds when its cancel was seen.
-        self._cancelling: dict[str, float] = {}
         #: batch → monotonic seconds until which it is left alone, since its files made trouble that is its own.
         self._troubled: dict[str, float] = {}
         self._said_at = float("-inf")
+        #: Batches that wait for their hours.
+        self._asleep: set[str] = set()
         #: Models whose gauge was set.
         self._gauged: set[str] = set()
         self._looked_at = float("-inf")
@@ -96,7 +97,7 @@ class Control:
             else:
                 for name in ("store_unreachable", "disk_full"):
                     core.trouble(name, "control", False)
-            core.control.wait(0.05 if self._cancelling else self._period)
+            core.control.wait(0.05 if self._cuts.draining else self._period)
             # Under load there is always a reason to look; not every result is one.
             core.stop.wait(_PAUSE_S)
 
@@ -109,12 +110,14 @@ class Control:
             self._store.sweep(self._active, dead_only=True)
             self._recovered_at = now
             recover(self._store)
-            self._clear_commands()
+            self._commands.clear_late()
         if now - self._looked_at >= self._period:
             self._looked_at = now
             self.open_new()
-            self._fold_commands()
+            self._commands.fold()
+            self._cuts.expire(time.time())
         self._close_complete()
+        self._note_schedules(time.time())
         self.say_all()
         self._gauge()
 
@@ -181,6 +184,8 @@ class Control:
         """The batch of a marker; None when it has ended or cannot be read."""
         try:
             batch = read_batch(self._store, batch_id)
+            if batch.run_between is not None:
+                run_window(batch.run_between)
         except (BatchmillError, msgspec.DecodeError) as exc:
             if isinstance(exc, Unreachable):
                 raise
@@ -188,21 +193,13 @@ class Control:
             log.error("batch_unreadable", batch=batch_id, error=type(exc).__name__)
             self._fail_unreadable(batch_id, exc)
             return None
-        if self._has_ended(batch):
+        if has_ended(self._store, batch):
             # The coordinator ended between the last status and this.
             self._store.delete(f"{self._active}/{batch_id}")
             return None
         # From here on this coordinator writes there: an earlier one that hangs in the middle of it then fails.
         self._store.sweep(folder(batch_id))
         return batch
-
-    def _has_ended(self, batch: Batch) -> bool:
-        try:
-            return read_status(self._store, batch).status in FINAL
-        except msgspec.DecodeError:
-            # Damaged: it is made anew, and so are the outputs if there were any.
-            log.error("status_unreadable", batch=batch.id)
-            return False
 
     def _fail_unreadable(self, batch_id: str, exc: Exception) -> None:
         try:
@@ -211,69 +208,12 @@ class Control:
             return  # No batch id: somebody else's file.
         if not self._store.exists(base):
             return  # Nothing there to write into; it may still be on its way.
-        reason = f"{base}/batch.json: cannot be read ({type(exc).__name__}); submit the file again"
+        why = str(exc) if isinstance(exc, BatchmillError) else type(exc).__name__
+        reason = f"{base}/batch.json: cannot be read ({why}); submit the file again"
         now = time.time()
         status = Status(id=batch_id, status="failed", reason=reason, created_at=now, finished_at=now)
         self._files.say(status, self._leadership.check)
         self._store.delete(f"{self._active}/{batch_id}")
-
-    # -- commands --------------------------------------------------------------------------------------------------
-
-    def _fold_commands(self) -> None:
-        core = self._core
-        for batch_id in self._store.list("control"):
-            with core.lock:
-                progress = core.book.batches.get(batch_id)
-            if progress is None:
-                continue
-            with self._apart(batch_id):
-                if not self._fold_commands_of(progress):
-                    return
-
-    def _fold_commands_of(self, progress: Progress) -> bool:
-        """Obey what is asked of one batch; False when the coordinator stops meanwhile."""
-        for name in self._store.list(f"control/{progress.id}"):
-            path = f"control/{progress.id}/{name}"
-            try:
-                command = msgspec.json.decode(self._store.read(path), type=Command)
-            except FileNotFoundError:
-                continue
-            except msgspec.DecodeError:
-                log.error("command_unreadable", batch=progress.id, file=name)
-                self._store.delete(path)
-                continue
-            if not self._obey(progress, command):
-                return False
-            # Between the decision and this: a record that a later leader does not count must not cost the command.
-            self._leadership.check()
-            self._store.delete(path)
-        return True
-
-    def _clear_commands(self) -> None:
-        """Put away commands that came too late for their batch."""
-        for batch_id in self._store.list("control"):
-            if batch_id in self._core.book.batches or not is_batch_id(batch_id):
-                continue
-            try:
-                batch = read_batch(self._store, batch_id)
-            except (UsageError, msgspec.DecodeError):
-                continue
-            if batch.shard == self._core.shard and self._has_ended(batch):
-                self._store.delete(f"control/{batch_id}")
-
-    def _obey(self, progress: Progress, command: Command) -> bool:
-        core = self._core
-        if command.command != "cancel":
-            log.warning("command_unknown", batch=progress.id, command=command.command)
-            return True
-        if not progress.sendable:
-            return True
-        log.info("batch_cancelled", batch=progress.id)
-        decision = Cancelled(progress.id, progress.next_pos, time.time())
-        if not core.while_disk_full(functools.partial(core.decide, decision)):
-            return False
-        # The command's file is deleted next: the decision must not be lost with the page cache.
-        return core.wait_durable(core.ledger.written)
 
     # -- closing ---------------------------------------------------------------------------------------------------
 
@@ -285,34 +225,26 @@ class Control:
             if progress.closed_at is not None:
                 if progress.final is None:
                     self._finalizer.submit(progress)
-            elif progress.complete or self._is_drained(progress):
+            elif progress.complete or self._cuts.drained(progress):
                 decision = Closed(progress.id, time.time())
                 if not core.while_disk_full(functools.partial(core.decide, decision)):
                     return
-                self._cancelling.pop(progress.id, None)
+                self._cuts.forget(progress.id)
                 self._finalizer.submit(progress)
 
-    def _is_drained(self, progress: Progress) -> bool:
-        """True when a cancelled batch has nothing left in engines, or had the time to."""
-        core = self._core
-        if progress.cut is None:
-            return False
-        now = time.monotonic()
-        if progress.id not in self._cancelling:
-            self._cancelling[progress.id] = now
-            core.cancelled.add(progress.id)
-            core.look.set()
-        since = self._cancelling[progress.id]
-        if now - since > self._cancel_s:
-            return True
-        with core.lock:
-            return core.looked_at > since and not any(
-                chunk.leased_at is not None and chunk.unleased_since is None
-                for chunk in core.book.out.values()
-                if any(share.batch == progress.id for share in chunk.shares)
-            )
-
     # -- status ----------------------------------------------------------------------------------------------------
+
+    def _note_schedules(self, now: float) -> None:
+        """Make due the status of batches whose hours begin or end at `now` (Unix seconds)."""
+        core = self._core
+        with core.lock:
+            for progress in core.book.batches.values():
+                if progress.scheduled and progress.final is None:
+                    waits = progress.opens(now) > now
+                    if waits != (progress.id in self._asleep):
+                        self._asleep ^= {progress.id}
+                        core.dirty.add(progress.id)
+            self._asleep &= core.book.batches.keys()
 
     def say_all(self, *, last: bool = False) -> None:
         """Write the status files that are due; all that are out of date when this is the `last` time."""
@@ -332,6 +264,8 @@ class Control:
                     status = progress.status()
                     if status.reason is None:
                         status.reason = self._reason(progress)
+                    if status.reason == "scheduled":
+                        status.opens_at = progress.opens(time.time())
                     if last or self._is_due(progress, status, now):
                         due.append(status)
                         # Here, where the status was read: what changes from now on makes it dirty again.
@@ -380,7 +314,14 @@ class Control:
         for name in _REASONS:
             if name in core.troubles:
                 return name
-        if not progress.sendable or core.workers is None:
+        if not progress.sendable:
+            return None
+        if progress.paused:
+            return "paused"
+        now = time.time()
+        if progress.opens(now) > now:
+            return "scheduled"
+        if core.workers is None:
             return None
         states = {w.state for w in core.workers if w.model == progress.batch.model}
         if not states:

@@ -23,11 +23,16 @@ from producers.coordinator.core import Core
 from producers.coordinator.engine_size import EngineSize
 from producers.coordinator.ledger import DiskFull
 from producers.coordinator.packing import Draft, Pick, Wait
+from producers.coordinator.progress import Progress
 from producers.coordinator.records import Dispatch, Failed, Lost, Type, sent_slice
 from producers.coordinator.records import encode as encode_record
 from producers.coordinator.weights import Weights
 
 log = get(__name__)
+
+
+#: Seconds after the last deadline in a chunk until workers give it back: their clocks may differ from ours by that.
+CLOCK_SLACK_S = 60.0
 
 
 class _Sealed(NamedTuple):
@@ -165,14 +170,16 @@ class Dispatcher:
         sent = [sent_slice(p.batch, p.positions, p.attempt, p.losses, p.alone) for p in kept]
         record = Dispatch(chunk_id, model, sent_at, sent, drafted.node)
         encoded = encode_record(record)
-        batch = None
+        batch, not_after = None, 0.0
 
         def log_it() -> None:
             with core.lock:
-                nonlocal batch
-                batch = core.book.batches.get(kept[0].batch)
-                if batch is None:
-                    return
+                nonlocal batch, not_after
+                mine = [core.book.batches.get(p.batch) for p in kept]
+                if any(progress is None or not progress.dispatchable(time.time()) for progress in mine):
+                    return  # Cancelled or paused since: the next draft leaves it out.
+                batch = mine[0]
+                not_after = _not_after([progress for progress in mine if progress is not None])
                 lane = core.book.lane(model)
                 core.ledger.append(Type.DISPATCH, encoded, {p.batch for p in kept})
                 again = [(p.retry, p.positions) for p in kept if p.retry is not None]
@@ -190,7 +197,7 @@ class Dispatcher:
             results_queue(core.shard),
             core.epoch,
             sent_at,
-            0.0,
+            not_after,
             batch.batch.timeout_s,
             batch.batch.cache,
             slices,
@@ -256,3 +263,14 @@ class Dispatcher:
             log.error("batch_damaged", batch=batch_id, reason=exc.reason)
             decision = Failed(batch_id, exc.reason, time.time())
             self._core.while_disk_full(functools.partial(self._core.decide, decision))
+
+
+def _not_after(batches: list[Progress]) -> float:
+    """Unix seconds from which on nobody wants any row of a chunk; 0: that never comes, or a worker's clock is wrong.
+
+    The last deadline counts and not the first: rows of a batch that has expired are aborted by its mark in the live
+    state, the others are wanted still.
+    """
+    if any(p.clock_doubted or p.batch.expires_at is None for p in batches):
+        return 0.0
+    return max(p.batch.expires_at or 0.0 for p in batches) + CLOCK_SLACK_S

@@ -26,9 +26,6 @@ from producers.coordinator.leadership import Leadership
 from producers.coordinator.ledger import DiskFull, Reader
 from producers.coordinator.progress import Progress
 from producers.coordinator.records import (
-    Cancelled,
-    Cut,
-    Expired,
     Failed,
     Finalised,
     Reopened,
@@ -39,8 +36,6 @@ from producers.coordinator.records import (
 from producers.coordinator.status_files import StatusFiles
 
 log = get(__name__)
-
-_STATUS_OF_CUT: dict[type[Cut] | type[None], str] = {Cancelled: "cancelled", Expired: "expired"}
 
 #: Requests from which a batch counts as large.
 LARGE = 4096
@@ -174,7 +169,7 @@ class Finalizer:
                 return self._write_one(progress, files, reader)
             assembled = None  # Not even what is answered can be put in order.
         batch = progress.batch
-        word = "failed" if progress.failure else _STATUS_OF_CUT.get(type(progress.cut), "completed")
+        word = progress.outcome(assembled.missed if assembled is not None else 0)
         if assembled is not None:
             closed_at = progress.closed_at if progress.closed_at is not None else time.time()
             made = summary.encode(
@@ -201,7 +196,7 @@ class Finalizer:
             source = Source(
                 progress.batch,
                 progress.places[:],
-                cut=_STATUS_OF_CUT.get(type(progress.cut)),
+                cut=progress.cut_word,
                 partial=progress.failure is not None,
                 stop=core.stop.is_set,
             )

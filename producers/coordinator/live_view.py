@@ -109,7 +109,8 @@ class LiveView:
         with core.lock:
             out = core.book.out.values()
             unheld = {c.queue for c in out if c.published and c.leased_at is None}
-            ending = any(c.unleased_since is not None or c.done is not None for c in out)
+            # Batches that are cut wait for the last results as well.
+            ending = bool(core.cancelled) or any(c.unleased_since is not None or c.done is not None for c in out)
         waiting = {name: self._waiting(name) for name in unheld}
         if ending:
             asked_at = time.monotonic()

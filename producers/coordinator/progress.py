@@ -43,6 +43,8 @@ class Progress:
     #: One of `producers.batch.PRIORITIES`, by the last word on it.
     priority: str = "normal"
     window: RunWindow | None = None
+    #: A worker held a deadline to be over that is not: its clock is wrong, so no more chunks carry one.
+    clock_doubted: bool = False
 
     @property
     def id(self) -> str:
@@ -71,6 +73,11 @@ class Progress:
         """True while rows of it may go out at `now` (Unix seconds)."""
         return self.sendable and not self.paused and self.opens(now) <= now
 
+    @property
+    def scheduled(self) -> bool:
+        """True when its submitter said when it may run."""
+        return self.window is not None or self.batch.not_before is not None
+
     def opens(self, now: float) -> float:
         """From when on its submitter lets rows of it go out, `now` or later (Unix seconds)."""
         at = max(now, self.batch.not_before or 0.0)
@@ -86,6 +93,20 @@ class Progress:
         """True when every row is settled."""
         return self.rows.settled.count == self.batch.planned
 
+    @property
+    def cut_word(self) -> str | None:
+        """How a batch ends that is cut: `cancelled` or `expired`; None: it is not."""
+        if self.cut is None:
+            return None
+        return "cancelled" if isinstance(self.cut, Cancelled) else "expired"
+
+    def outcome(self, missed: int) -> str:
+        """The final status, given how many rows the cut left without an answer."""
+        if self.failure is not None:
+            return "failed"
+        # Everything was answered before the cut took hold: then it cut nothing.
+        return self.cut_word or "completed" if missed else "completed"
+
     def status(self) -> Status:
         """The batch's status; `reason`, `in_flight` of a live fleet and `updated_at` are the caller's."""
         failed = self.rows.failed.count + self.batch.invalid
@@ -93,6 +114,8 @@ class Progress:
             id=self.batch.id,
             status=self._word(),
             reason=self.failure or (self.trouble if self.final is None else None),
+            priority=self.priority,
+            paused=self.paused and self.sendable,
             model=self.batch.model,
             name=self.batch.name,
             request_counts=Counts(
@@ -109,10 +132,8 @@ class Progress:
     def _word(self) -> str:
         if self.final is not None:
             return self.final
-        if self.closed_at is not None:
-            return "cancelling" if isinstance(self.cut, Cancelled) else "finalizing"
-        if self.cut is not None:
-            return "cancelling" if isinstance(self.cut, Cancelled) else "finalizing"
+        if self.closed_at is not None or self.cut is not None:
+            return "cancelling" if self.cut_word == "cancelled" else "finalizing"
         return "queued" if self.started_at is None else "in_progress"
 
 

@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from common.logs import get
 from common.store import Fence, Store
-from producers.batch import Status, folder
+from producers.batch import FINAL, Batch, Status, folder, read_status
+
+log = get(__name__)
 
 
 class StatusFiles:
@@ -33,3 +36,13 @@ class StatusFiles:
                         status.updated_at = time.time()
                         group.put(f"{folder(status.id)}/status.json", msgspec.json.encode(status))
             return len(due)
+
+
+def has_ended(store: Store, batch: Batch) -> bool:
+    """True when a batch's status is final."""
+    try:
+        return read_status(store, batch).status in FINAL
+    except msgspec.DecodeError:
+        # Damaged: it is made anew, and so are the outputs if there were any.
+        log.error("status_unreadable", batch=batch.id)
+        return False

@@ -229,45 +229,6 @@ def _records(wal: object) -> list[Record]:
     return found
 
 
-def test_cancel_keeps_what_is_answered_and_says_so_for_the_rest(fast: Settings, store: Store) -> None:
-    batch, other = make_batch(store, 2000), make_batch(store, 100)
-    with coordinating(fast, store) as running, FakeWorker(fast) as worker:
-        wait_until(lambda: [b for b, _ in worker.answered].count(batch.id) >= 300, 20, "some are answered", 0.005)
-        worker.gate.clear()
-        assert worker.holding.wait(10)
-        command = Command(command="cancel", at=time.time())
-        store.create_exclusive(f"control/{batch.id}/01.json", msgspec.json.encode(command))
-        wait_status(store, batch, "cancelling")
-        wait_until(lambda: batch.id in running.core.cancelled, 5, "workers are told", 0.01)
-        worker.gate.set()
-        status = wait_status(store, batch, "cancelled")
-        wait_status(store, other, "completed")
-    counts = status.request_counts
-    assert counts.completed >= 300
-    assert counts.completed + counts.failed == counts.total == 2000
-    output = [int(line["custom_id"][1:]) for line in lines(store, batch, "output.jsonl")]
-    errors = [int(line["custom_id"][1:]) for line in lines(store, batch, "errors.jsonl")]
-    assert len(output) == counts.completed
-    assert output == sorted(output)
-    assert errors == sorted(errors)
-    assert sorted(output + errors) == list(range(2000))
-    assert {line["error"]["code"] for line in lines(store, batch, "errors.jsonl")} == {"batch_cancelled"}
-    assert store.list("control") == []
-    check_outputs(store, other)
-
-
-def test_cancel_before_any_worker_ends_at_once(fast: Settings, store: Store) -> None:
-    batch = make_batch(store, 100)
-    with coordinating(fast, store):
-        wait_until(lambda: status_of(store, batch).reason == "no_workers", 10, "the status says why nothing happens")
-        store.create_exclusive(
-            f"control/{batch.id}/01.json", msgspec.json.encode(Command(command="cancel", at=time.time()))
-        )
-        status = wait_status(store, batch, "cancelled", timeout=5)
-    assert status.request_counts.failed == 100
-    check_outputs(store, batch, range(100))
-
-
 def test_a_batch_whose_workers_all_load_says_so(fast: Settings, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_view, "PERIOD_S", 0.1)
     with coordinating(fast, store), FakeWorker(fast) as worker:

@@ -19,6 +19,7 @@ from common.ids import new_batch_id
 from common.lines import answer_line, encode_marks, error_line
 from common.live import LiveState, WorkerFacts
 from common.messages import (
+    TOO_LATE,
     VERSION,
     Chunk,
     Failure,
@@ -57,8 +58,12 @@ def make_batch(
     shard: int = 0,
     activate: bool = True,
     name: str | None = None,
+    **fields: Any,
 ) -> Batch:
-    """Write a batch as intake would: `custom_id`s are `"r<index>"`, the indexes in `invalid` are refused ones."""
+    """Write a batch as intake would: `custom_id`s are `"r<index>"`, the indexes in `invalid` are refused ones.
+
+    `fields`: further ones of `Batch`.
+    """
     batch_id = new_batch_id()
     base = folder(batch_id)
     refused = set(invalid)
@@ -109,6 +114,7 @@ def make_batch(
         windows=windows,
         timeout_s=timeout_s,
         name=name,
+        **fields,
     )
     store.put_atomic(f"{base}/batch.json", msgspec.json.encode(batch))
     if activate:
@@ -156,7 +162,7 @@ class FakeWorker:
     """Takes chunks of one model version and answers them, over and over until `close`.
 
     `gate` may be cleared to hold chunks (leased, not answered); `crash` drops what is held without a word, its leases
-    and its connection with it.
+    and its connection with it. `ahead_s`: by how much its clock is wrong.
     """
 
     def __init__(
@@ -171,6 +177,7 @@ class FakeWorker:
         copies: int = 1,
         max_num_seqs: int = 64,
         announce: bool = True,
+        ahead_s: float = 0.0,
     ) -> None:
         self._settings = settings
         self._chunks, self._results = codecs(settings)
@@ -182,6 +189,7 @@ class FakeWorker:
         self._per_message = per_message
         self._copies = copies
         self._announce = announce
+        self._ahead_s = ahead_s
         self.facts = WorkerFacts(
             node=node,
             model=model,
@@ -312,7 +320,10 @@ class FakeWorker:
     def _reply(self, chunk: Chunk) -> None:
         answers: list[tuple[str, int, Kind, bytes]] = []
         failure: Failure | None = None
-        for piece in chunk.slices:
+        late = 0 < chunk.not_after < time.time() + self._ahead_s
+        if late:
+            failure = Failure(TOO_LATE, "late by my clock")
+        for piece in () if late else chunk.slices:
             for row in decode_rows(piece.rows):
                 try:
                     found = self._answer(piece.batch, row, piece.attempt)

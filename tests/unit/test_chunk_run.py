@@ -12,7 +12,19 @@ import msgspec
 import pytest
 
 from common import ids
-from common.messages import Chunk, Kind, Results, Row, decode_results, decode_rows, encode, kinds, lengths, positions
+from common.messages import (
+    TOO_LATE,
+    Chunk,
+    Kind,
+    Results,
+    Row,
+    decode_results,
+    decode_rows,
+    encode,
+    kinds,
+    lengths,
+    positions,
+)
 from common.registry import ModelVersion
 from common.settings import Settings
 from tests.support.chunks import chat, make_chunk
@@ -182,12 +194,15 @@ def test_giving_up_sends_what_is_done(start_engine: StartEngine, reason: Abort, 
         wait_until(lambda: lane.outstanding == 0, 5, "aborted requests leave the engine")
 
 
-def test_after_its_time_nothing_is_said(start_engine: StartEngine) -> None:
-    stuck = Stuck(1)
-    chunk = make_chunk([chat("fast"), chat("HANG")], MODEL, not_after=time.time() + 0.5)
-    _, sent, join = in_thread(chunk, start_engine(stuck))
+@pytest.mark.parametrize(("in_s", "answered"), [(-1.0, 0), (0.5, 1)])
+def test_after_its_time_a_chunk_is_given_back_with_what_is_done(
+    start_engine: StartEngine, in_s: float, answered: int
+) -> None:
+    chunk = make_chunk([chat("fast"), chat("HANG")], MODEL, not_after=time.time() + in_s)
+    _, sent, join = in_thread(chunk, start_engine(Stuck(1)))
     assert join() is Abort.EXPIRED
-    assert not any(m.done for m in sent)
+    assert [(m.done, m.failure and m.failure.code) for m in sent][-1] == (True, TOO_LATE)
+    assert len(sent.rows()) == answered
 
 
 def test_cancelled_batches_are_forgotten(start_engine: StartEngine) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages import VERSION, Failure, Kind, Part, Results, infer_queue, node_queue
+from common.messages import TOO_LATE, VERSION, Failure, Kind, Part, Results, infer_queue, node_queue
 from common.settings import Scheduler
 from producers.batch import Batch, Input, Window
 from producers.coordinator import losses, packing
@@ -20,7 +20,11 @@ from producers.coordinator.records import (
     Cancelled,
     Closed,
     Dispatch,
+    Expired,
     Lost,
+    Paused,
+    Reprioritised,
+    Resumed,
     sent_slice,
     unpack_positions,
 )
@@ -514,6 +518,40 @@ def test_a_cancelled_batch_sends_nothing_more_and_takes_what_comes() -> None:
     assert bench.book.batches["a"].status().status == "cancelling"
 
 
+def test_the_first_cut_of_a_batch_stands() -> None:
+    bench = Bench(batch_of("a", 100))
+    bench.decide(Expired("a", 0, 1.0))
+    bench.decide(Cancelled("a", 0, 2.0))
+    assert bench.book.batches["a"].cut == Expired("a", 0, 1.0)
+    assert bench.book.batches["a"].status().status == "finalizing"
+
+
+def test_a_paused_batch_sends_nothing_and_is_in_nobodys_way() -> None:
+    bench = Bench(batch_of("a", 1000), batch_of("b", 1000))
+    lost = [str(bench.send()) for _ in range(5)]
+    bench.decide(Paused("a", 1.0))
+    for chunk in lost:
+        bench.lose(chunk, convict=False)
+    # What waits to be sent again and may not takes nothing of the window.
+    sent = []
+    while isinstance(more := bench.send(), str):
+        sent.append(more)
+    assert {share.batch for chunk in sent for share in bench.book.out[chunk].shares} == {"b"}
+    assert len(sent) == 5
+    bench.answer(sent[0], all_of(Kind.OUTPUT, bench.positions(sent[0], "b")), batch="b", done=True)
+    bench.decide(Resumed("a", 1.0))
+    assert bench.book.out[str(bench.send())].shares[0].batch == "a"
+
+
+def test_a_chunk_given_back_by_a_wrong_clock_is_no_attempt() -> None:
+    bench = Bench(batch_of("a", 8))
+    chunk = str(bench.send())
+    bench.answer(chunk, {0: Kind.OUTPUT}, done=True, failure=Failure(TOO_LATE, ""))
+    assert bench.book.batches["a"].clock_doubted
+    assert [(r.positions.tolist(), r.attempt, r.losses) for r in bench.lane.retries] == [([1, 2, 3, 4, 5, 6, 7], 1, 0)]
+    assert bench.positions(str(bench.send())) == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_trimming_keeps_the_first_row_whatever_its_size() -> None:
     picks = [
         Pick("a", np.arange(3, dtype=np.uint32), 1, 0, 0, None),
@@ -557,12 +595,14 @@ def test_reading_the_log_again_gives_the_same_book(seed: int) -> None:
             batch = rng.choice([s.batch for s in bench.book.out[chunk].shares])
             rows = [p for p in range(sizes[batch]) if rng.random() < 0.3]
             kinds = {p: Kind(rng.choice([1, 1, 1, 2, 3])) for p in rows}
-            failure = Failure("x", "y") if rng.random() < 0.2 else None
+            failure = Failure(rng.choice(["x", TOO_LATE]), "y") if rng.random() < 0.2 else None
             bench.answer(chunk, kinds, batch=batch, done=rng.random() < 0.4, seq=rng.randint(0, 2), failure=failure)
         elif act < 0.97:
             bench.lose(chunk, convict=rng.random() < 0.5)
         else:
-            bench.decide(Cancelled(rng.choice("ab"), 0, 1.0))
+            name = rng.choice("ab")
+            decisions = [Cancelled(name, 0, 1.0), Expired(name, 0, 1.0), Paused(name, 1.0), Resumed(name, 1.0)]
+            bench.decide(rng.choice([*decisions, Reprioritised(name, "high", 1.0)]))
     again = bench.replay()
     assert list(again.out) == list(bench.book.out)
     for chunk_id, out in bench.book.out.items():
@@ -586,6 +626,8 @@ def test_reading_the_log_again_gives_the_same_book(seed: int) -> None:
         assert other.places == progress.places
         assert other.usage == progress.usage
         assert (other.resent, other.duplicates) == (progress.resent, progress.duplicates)
+        assert (other.cut, other.paused, other.priority) == (progress.cut, progress.paused, progress.priority)
+        assert other.clock_doubted == progress.clock_doubted
         assert progress.rows.settled.full_until(other.next_pos) == progress.rows.settled.full_until(progress.next_pos)
     # Nothing is ever forgotten: each open row that was sent is out, or waits to be sent again.
     for name, progress in again.batches.items():
