@@ -4,7 +4,7 @@ Layout below `batches/<id>/`:
 
 - `batch.json`: `Batch`; on an object store written last, so a batch without it does not exist.
 - `rows`: the MessagePack `Row`s in planned order, one after the other.
-- `plan`: one fixed-width `PLAN_DTYPE` record a position: where its row starts, how long it is, its index, its cost.
+- `plan`: one fixed-width record a position (`common.plan`): where its row starts, how long it is, its index, its cost.
 - `invalid`, `invalid.idx`: with `--skip-invalid`, ready-made error lines, and one `INVALID_DTYPE` record each.
 - `status.json`: `Status`, written by the coordinator alone.
 - `output.jsonl`, `errors.jsonl`, `summary.json`: the outputs.
@@ -21,9 +21,9 @@ import numpy as np
 from common.errors import UsageError
 from common.ids import is_batch_id
 from common.messages import Usage
+from common.plan import Window as Window
 from common.store import Store
 
-PLAN_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("index", "<u4"), ("cost", "<u4"), ("spare", "<u4")])
 INVALID_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("index", "<u4")])
 
 
@@ -33,19 +33,6 @@ class Input(msgspec.Struct, frozen=True):
     name: str
     bytes: int
     digest: str
-
-
-class Window(msgspec.Struct, array_like=True, frozen=True):
-    """A stretch that was planned as a whole.
-
-    Positions `[pos_start, pos_end)` hold exactly the valid rows of indexes `[index_start, index_end)`: order is changed
-    only inside a window, so every step that needs both orders works on one window at a time.
-    """
-
-    pos_start: int
-    pos_end: int
-    index_start: int
-    index_end: int
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):

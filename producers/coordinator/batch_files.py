@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from common.errors import BadMessage
 from common.messages import Row, decode_rows, join_rows
+from common.plan import PLAN_DTYPE
 from common.store import Store
-from producers.batch import INVALID_DTYPE, PLAN_DTYPE, Batch, folder
+from producers.batch import INVALID_DTYPE, Batch, folder
 from producers.coordinator.row_states import Positions
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from common.errors import UsageError
 from common.messages import Row
+from common.plan import PLAN, ROWS, PlanReader
 from common.registry import Registry
 from common.settings import Settings
 from common.store import LocalStore, Store
@@ -22,7 +23,7 @@ from producers.intake.refusals import Rejected, Report
 from producers.intake.rules import Rules
 from producers.intake.source import Source, open_source, open_stream
 from producers.intake.spool import INCOMING, Spool, find_by_key, recover, shard_of
-from producers.plan_file import INVALID, INVALID_INDEX, PLAN, ROWS, InvalidWriter, PlanReader, PlanWriter
+from producers.plan_file import INVALID, INVALID_INDEX, InvalidWriter, PlanWriter
 
 
 def validate(

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from common.messages import Row
+from common.plan import PlanReader
 from common.store import LocalStore
 from common.urls import URLS
 from producers.batch import read_batch
-from producers.plan_file import PlanReader
 from tests.conftest import ECHO_MODEL
 from workers.engine.echo_bodies import Bodies
 

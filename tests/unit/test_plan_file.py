@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from common.errors import BatchmillError
 from common.ids import new_batch_id
 from common.messages import Row, decode_rows
+from common.plan import PlanReader
 from common.store import LocalStore
 from producers.batch import Batch, Input, Window
 from producers.coordinator.batch_files import BatchFiles
-from producers.plan_file import InvalidWriter, PlanReader, PlanWriter
+from producers.plan_file import InvalidWriter, PlanWriter
 
 row = st.tuples(
     st.binary(min_size=1, max_size=8), st.integers(0, 6), st.binary(max_size=300), st.integers(1, 2**32 - 1)
