@@ -15,7 +15,7 @@ from amqp.exceptions import MessageNacked
 from celery import Celery
 from kombu import Connection, Exchange, Producer, Queue
 
-from common import serializer
+from common import redis_clock, serializer
 from common.codec import PURPOSE_CHUNK, PURPOSE_RESULTS, Codec
 from common.errors import Unreachable, UsageError
 from common.messages import QUEUE_DEAD, QUEUE_INTAKE
@@ -50,6 +50,8 @@ def transport_options(settings: Settings) -> dict[str, Any]:
         "visibility_timeout": settings.broker.visibility_timeout_s,
         # One sweep every unacked_restore_interval (10 s); the default is one in ten.
         "unacked_restore_throttle": 1,
+        # Who is killed in a sweep leaves its lock behind; by default nobody would sweep for five minutes then.
+        "unacked_mutex_expire": 15,
         "socket_keepalive": True,
         "health_check_interval": 10,
     }
@@ -58,6 +60,7 @@ def transport_options(settings: Settings) -> dict[str, Any]:
 def make_app(settings: Settings) -> Celery:
     """The Celery application every role uses. Each setting's reason stands beside it."""
     serializer.install()
+    redis_clock.install()
     url = broker_url(settings)
     app = Celery("batchmill", broker=url, set_as_current=False)
     app.conf.update(
@@ -131,6 +134,7 @@ def connect(settings: Settings, on_blocked: Callable[[bool], None] | None = None
     `on_blocked` is called, while something reads, when RabbitMQ blocks publishers (memory or disk alarm) or no more.
     """
     serializer.install()
+    redis_clock.install()
     url = broker_url(settings)
     options = transport_options(settings)
     if on_blocked is not None and is_amqp(url):
@@ -144,6 +148,8 @@ def connect(settings: Settings, on_blocked: Callable[[bool], None] | None = None
     )
     try:
         connection.ensure_connection(max_retries=1, interval_start=0.2, timeout=5)
+        if not is_amqp(url):
+            redis_clock.follow(connection.default_channel.client)
     except Exception as exc:
         connection.release()
         raise Unreachable(f"broker {connection.as_uri()} does not answer: {exc}") from None

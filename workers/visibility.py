@@ -6,13 +6,12 @@ of each message we hold to now, several times within that timeout, leaves it to 
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from celery import bootsteps
 from celery.worker.consumer.tasks import Tasks
 
-from common import logs
+from common import logs, redis_clock
 
 #: Renewals within one visibility timeout.
 TIMES = 4
@@ -30,18 +29,22 @@ class RenewVisibility(bootsteps.StartStopStep):  # type: ignore[misc]
         if c.connection.transport.driver_type != "redis" or c.hub is None:
             return
         channel = c.task_consumer.channel
+        # Before the first message is taken, which kombu notes the time of.
+        with channel.conn_or_acquire() as client:
+            redis_clock.follow(client)
         c.hub.timer.call_repeatedly(channel.visibility_timeout / TIMES, renew, (channel,))
 
 
 def renew(channel: Any) -> int:
-    """Set the time of every unacked message of a channel to now; returns how many are held."""
+    """Set the time of every unacked message of a channel to now, by the server's clock; returns how many are held."""
     qos = channel.qos
     tags = [tag for tag in list(qos._delivered) if tag not in qos._dirty]
     if not tags or channel.closed:
         return 0
-    now = time.time()
     try:
         with channel.conn_or_acquire() as client:
+            redis_clock.follow(client)
+            now = redis_clock.now()
             # XX: a message that was acked meanwhile must not come back into the index.
             client.zadd(channel.unacked_index_key, dict.fromkeys(tags, now), xx=True)
     except channel.connection_errors as exc:

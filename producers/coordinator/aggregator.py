@@ -99,6 +99,9 @@ class Aggregator:
         try:
             with broker_calls():
                 connection = connect(self._settings)
+                # RabbitMQ hands on what goes over a queue's delivery limit; with nowhere to put it, it would keep it
+                # in that queue, unseen and for good.
+                queue(self._settings, QUEUE_DEAD).bind(connection.default_channel).declare()
                 consumer = Consumer(
                     connection.channel(),
                     [queue(self._settings, self._queue)],
@@ -188,7 +191,10 @@ class Aggregator:
             if chunk is not None:
                 needing.update(share.batch for share in chunk.shares)
             if not needing:
-                self.dropped += sum(len(part.kind) for part in results.parts)
+                late = sum(len(part.kind) for part in results.parts)
+                self.dropped += late
+                metrics.RESULTS_REPEATED.inc(late)
+                log.info("results_dropped", chunk=results.chunk, node=results.node, results=late)
                 # Nothing to log, so nothing to wait for.
                 self._unacked.append(_Unacked(0, message))
                 return

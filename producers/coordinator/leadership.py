@@ -64,6 +64,7 @@ class Leadership:
             if (locked and self._is_dead(beat)) or silent > self._takeover_s:
                 # The very next epoch, so that of several standbys that saw the same silence one leads.
                 if self._create_epoch(max(latest, self._logged()) + 1):
+                    self._clear()
                     self.beat()
                     return True
                 continue
@@ -133,8 +134,11 @@ class Leadership:
 
     def _create_epoch(self, epoch: int) -> bool:
         body = msgspec.json.encode({"host": self._host, "pid": os.getpid(), "at": time.time()})
-        if not self._store.create_exclusive(f"{self._epochs}/{epoch}", body):
-            return False
+        try:
+            if not self._store.create_exclusive(f"{self._epochs}/{epoch}", body):
+                return False
+        except FileNotFoundError:
+            return False  # The one who was first has cleared ours away.
         self.epoch = epoch
         log.info("leads", shard=self._shard, epoch=epoch)
         for folder in (self._epochs, "coordinator"):
@@ -143,6 +147,13 @@ class Leadership:
             if old <= epoch - _KEPT:
                 self._store.delete(f"{self._epochs}/{old}")
         return True
+
+    def _clear(self) -> None:
+        """Remove what leaders left that were killed while they wrote here. A leader of another shard whose heartbeat
+        is on its way writes the next one.
+        """
+        for folder in (self._epochs, os.path.dirname(self._path)):
+            self._store.sweep(folder)
 
     def _logged(self) -> int:
         """The last epoch that has written into this ledger: a store that was made anew counts from one again."""

@@ -131,9 +131,11 @@ class RabbitServer:
         self._vhosts = itertools.count(1)
         (folder / "home").mkdir()
         (folder / "plugins").write_text("[rabbitmq_management].\n")
-        # Numbers of unacked messages are refreshed by ticks; tests should not wait 5 s for each.
+        # Numbers of unacked messages are refreshed by ticks, deliveries checked for their timeout by others; tests
+        # should not wait 5 and 60 s for each.
         (folder / "advanced.config").write_text(
             "[{rabbit,[{quorum_tick_interval,300},{collect_statistics_interval,500},"
+            "{channel_tick_interval,1000},"
             '{loopback_users,[<<"guest">>]},{disk_free_limit,10000000}]},'
             f'{{rabbitmq_management,[{{tcp_config,[{{port,{self.management_port}}},{{ip,"127.0.0.1"}}]}}]}}].\n'
         )
@@ -383,6 +385,7 @@ class RabbitBroker(Broker):
 
     def __init__(self, server: RabbitServer, state: RedisServer) -> None:
         self.server = server
+        self.state_server = state
         self.vhost = server.vhost()
         self.url = f"amqp://guest:guest@127.0.0.1:{server.port}/{self.vhost}"
         self.state_url = f"redis://127.0.0.1:{state.port}/{state.database()}"

@@ -45,6 +45,13 @@ def test_the_first_leads_at_once_and_is_seen(tmp_path: Path, store: LocalStore) 
     first.check()
 
 
+def test_what_a_killed_leader_was_writing_is_cleared_away(tmp_path: Path, store: LocalStore) -> None:
+    for folder in ("epochs/0", "coordinator"):
+        store.put_atomic(f"{folder}/.tmp-killed", b"half")
+    assert Leadership(store, 0, tmp_path / "wal", 10).acquire(threading.Event())
+    assert list((tmp_path / "store").rglob(".tmp-*")) == []
+
+
 def test_a_restart_on_the_same_host_does_not_wait(tmp_path: Path, store: LocalStore) -> None:
     first = Leadership(store, 0, tmp_path / "wal", 600)
     assert first.acquire(threading.Event())
