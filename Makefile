@@ -116,7 +116,7 @@ test: test-needs model lint ## everything: linters, then all tests, with brokers
 	$(BIN)/python -m pytest -m engine $(COVERAGE) --cov-append --cov-report=term:skip-covered $(ARGS) || status=$$?; \
 	exit $$status
 
-.PHONY: test-unit test-fast test-slow test-engine test-fault
+.PHONY: test-unit test-fast test-slow test-engine test-fault chaos
 test-unit: $(STAMPS)/dev ## unit tests alone: no broker, no engine
 	@$(BIN)/python -m pytest tests/unit $(ARGS)
 test-fast: test-needs $(STAMPS)/dev ## all tests that need no real engine
@@ -125,6 +125,9 @@ test-slow: test-needs $(STAMPS)/dev ## long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -m slow --ignore tests/fault $(ARGS)
 test-fault: test-needs $(STAMPS)/dev ## the whole fault suite, and its table
 	@$(BIN)/python -m pytest tests/fault --numprocesses $(JOBS) --dist worksteal $(ARGS)
+chaos: test-needs $(STAMPS)/dev ## ten minutes of random faults; CHAOS_S=… for another time, SEED=… for the same faults again
+	@BATCHMILL_TEST_CHAOS_S=$$(( $(or $(CHAOS_S),600) / 2 )) BATCHMILL_TEST_CHAOS_SEED=$(SEED) \
+	  $(BIN)/python -m pytest tests/fault/test_chaos.py --capture no $(ARGS)
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m engine $(ARGS)
 

@@ -103,10 +103,10 @@ class Fleet:
         for worker in started:
             worker.wait_line(READY, 90)
 
-    def start_worker(self, *argv: str, **env: str) -> Process:
+    def start_worker(self, name: str = "", **env: str) -> Process:
         """`workers start`: a supervisor with one worker. Keywords are its environment."""
-        name = f"w{len(self.workers)}"
-        worker = self.processes.worker(self.env | env, ECHO_MODEL, "--name", name, *argv)
+        label = name or f"w{len(self.workers)}"
+        worker = self.processes.worker(self.env | env, ECHO_MODEL, "--name", label)
         self.workers.append(worker)
         return worker
 
