@@ -20,7 +20,7 @@ from common.errors import Unreachable
 from common.logs import get
 from common.store import Store
 from producers.batch import Heartbeat
-from producers.coordinator import segments
+from producers.coordinator import manifest, segments
 from producers.coordinator.core import Ousted
 
 log = get(__name__)
@@ -158,7 +158,7 @@ class Leadership:
     def _logged(self) -> int:
         """The last epoch that has written into this ledger: a store that was made anew counts from one again."""
         names = filter(None, map(segments.parse_name, os.listdir(self._folder)))
-        return max((name.epoch for name in names), default=0)
+        return max([name.epoch for name in names] + manifest.epochs(self._folder), default=0)
 
     def _known(self) -> list[int]:
         return [int(name) for name in self._store.list(self._epochs) if name.isdigit()]

@@ -19,7 +19,7 @@ from typing import Protocol
 from common.errors import Unreachable
 from common.logs import get
 from common.store import sync_folder
-from producers.coordinator import segments
+from producers.coordinator import manifest, segments
 from producers.coordinator.records import Type
 from producers.coordinator.segments import Damage, Name, Record
 
@@ -104,17 +104,21 @@ class Ledger:
     def recover(self) -> Iterator[tuple[int, Record] | Damage]:
         """Seal what earlier leaders wrote, then yield it: (place, record) in order, and damaged stretches.
 
-        Whoever iterates calls `hold` for each batch that still needs a record; `drop_unheld` ends it.
+        Whoever iterates calls `hold` for each batch that still needs a record; `seal_past` ends it.
         """
         there = os.listdir(self.folder)
         for name in there:
             # What a killed leader was about to seal with, or had spilled from memory.
             if name.startswith(_LEFT_OVER):
                 (self.folder / name).unlink(missing_ok=True)
-        names = sorted(filter(None, map(segments.parse_name, there)))
-        for segment in names:
+        counted = manifest.latest(self.folder, self._epoch)
+        for segment in sorted(filter(None, map(segments.parse_name, there))):
             if segment.epoch >= self._epoch:
                 # Another leader's, later than ours: it will be noticed as such by the epoch check.
+                continue
+            if counted is not None and not counted.counts(segment):
+                log.warning("segment_too_late", segment=str(segment), sealed_by=counted.epoch)
+                (self.folder / str(segment)).unlink(missing_ok=True)
                 continue
             yield from self._recover_segment(segment)
 
@@ -148,9 +152,10 @@ class Ledger:
         """Keep the segment of a record until `batch` is released."""
         self._segments[place >> OFFSET_BITS].batches.add(batch)
 
-    def drop_unheld(self) -> None:
-        """Delete the segments that no open batch needs."""
+    def seal_past(self) -> None:
+        """End `recover`: no other segment of an earlier leader counts; those that no open batch needs are deleted."""
         with self._lock:
+            manifest.write(self.folder, self._epoch, [segment.path.name for segment in self._segments.values()])
             self._drop()
 
     # -- writing ---------------------------------------------------------------------------------------------------

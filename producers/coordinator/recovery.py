@@ -29,7 +29,7 @@ def recover(book: Book, ledger: Ledger) -> int:
         records += 1
         for batch in _apply(book, place, record):
             ledger.hold(place, batch)
-    ledger.drop_unheld()
+    ledger.seal_past()
     book.settle_recovery(time.monotonic())
     if records:
         log.info(

@@ -105,7 +105,7 @@ def records_of(ledger: Ledger) -> list[bytes]:
             place, record = item
             found.append(record.payload)
             ledger.hold(place, "batch")
-    ledger.drop_unheld()
+    ledger.seal_past()
     return found
 
 
@@ -156,18 +156,60 @@ def test_segments_go_when_no_batch_needs_them(tmp_path: Path) -> None:
     for n in range(12):
         ledger.append(Type.RESULTS, b"x" * 90, ["a" if n < 6 else "b"])
     assert ledger.segment_count == 6
-    ledger.release("a")
+    ledger.release(["a"])
     assert ledger.segment_count == 3
-    ledger.release("b")
+    ledger.release(["b"])
     assert ledger.segment_count == 1  # The current one.
     ledger.sync()
     ledger.close()
     later = Ledger(tmp_path, 2)
     for _ in later.recover():
         pass
-    later.drop_unheld()
+    later.seal_past()
     assert later.segment_count == 0
-    assert [p.name for p in tmp_path.iterdir()] == []
+    assert [p.name for p in tmp_path.iterdir()] == ["00000002.manifest"]
+
+
+def test_a_segment_that_an_ousted_leader_begins_does_not_count(tmp_path: Path) -> None:
+    old = Ledger(tmp_path, 1, segment_bytes=100)
+    old.append(Type.RESULTS, b"before", ["batch"])
+    new = Ledger(tmp_path, 2)
+    assert records_of(new) == [b"before"]
+    new.append(Type.RESULTS, b"new", ["batch"])
+    for _ in range(3):
+        old.append(Type.RESULTS, b"late" * 20, ["batch"])
+    new.close()
+    assert records_of(Ledger(tmp_path, 3)) == [b"before", b"new"]
+    assert records_of(Ledger(tmp_path, 4)) == [b"before", b"new"]
+
+
+@pytest.mark.parametrize("kind", [".seal", ".manifest"])
+def test_a_damaged_seal_or_manifest_costs_no_record(tmp_path: Path, kind: str) -> None:
+    first = Ledger(tmp_path, 1)
+    first.append(Type.RESULTS, b"one", ["batch"])
+    first.close()
+    second = Ledger(tmp_path, 2)
+    assert records_of(second) == [b"one"]
+    second.append(Type.RESULTS, b"two", ["batch"])
+    second.close()
+    (path,) = (p for p in tmp_path.iterdir() if p.name.endswith(kind))
+    good = path.read_bytes()
+    for epoch, bit in enumerate(range(0, len(good) * 8, 5), 3):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(bad)
+        assert records_of(Ledger(tmp_path, epoch)) == [b"one", b"two"]
+
+
+def test_records_of_a_lost_segment_are_not_there(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 1, segment_bytes=100)
+    places = [ledger.append(Type.RESULTS, b"%d" % n * 50, ["batch"]) for n in range(4)]
+    ledger.path_of(places[1] >> 40).unlink()
+    reader = Reader(ledger, owner=True)
+    assert [reader.read(place) is not None for place in places] == [True, False, True, True]
+    reader.close()
+    ledger.close()
+    assert len(records_of(Ledger(tmp_path, 2))) == 3
 
 
 def test_records_are_read_by_place(tmp_path: Path) -> None:
