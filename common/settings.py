@@ -118,6 +118,8 @@ class StoreSettings(msgspec.Struct, **Strict):
 
     url: str | None = None
     wal_dir: str | None = None
+    #: Object stores: seconds between copies of the ledger into the store, while there is something new.
+    wal_copy_s: float = 60.0
     #: Bytes of one request line, at most.
     max_request_bytes: int = 8 << 20
 
@@ -196,6 +198,7 @@ _AT_LEAST: dict[str, float] = {
     "cache.ttl_s": 1,
     "cache.local_mb": 0,
     "store.max_request_bytes": 1024,
+    "store.wal_copy_s": 0.2,
 }
 
 

@@ -1,6 +1,6 @@
 """Folds in what people ask for: files below `control/<batch>/`, each one a `Command`.
 
-The decision is in the ledger, durable, before the file goes: a command is obeyed once, whatever is killed in between.
+The decision is in the ledger, durable, before the file goes: a command is not lost, whatever is killed in between.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from common.errors import UsageError
 from common.ids import is_batch_id
 from common.logs import get
-from common.store import Store
+from common.store import LocalStore, Store
 from producers.batch import PRIORITIES, Command, read_batch
 from producers.coordinator.core import Core
 from producers.coordinator.leadership import Leadership
@@ -68,6 +68,9 @@ class Commands:
         self._store = store
         self._leadership = leadership
         self._apart = apart
+        #: With an object store, commands that were obeyed: their records may be lost with this host, so they stay until
+        #: their batch has ended, and whoever leads next obeys them again, in order, which changes nothing.
+        self._obeyed: set[str] | None = None if isinstance(store, LocalStore) else set()
 
     def fold(self) -> None:
         """Obey what is there for open batches, in the order in which it was asked."""
@@ -97,6 +100,8 @@ class Commands:
         """Obey what is asked of one batch; False when the coordinator stops meanwhile."""
         for name in self._store.list(f"control/{progress.id}"):
             path = f"control/{progress.id}/{name}"
+            if self._obeyed is not None and path in self._obeyed:
+                continue
             try:
                 command = msgspec.json.decode(self._store.read(path), type=Command)
             except FileNotFoundError:
@@ -107,6 +112,9 @@ class Commands:
                 continue
             if not self._obey(progress, command):
                 return False
+            if self._obeyed is not None:
+                self._obeyed.add(path)
+                continue
             # Between the decision and this: a record that a later leader does not count must not cost the command.
             self._leadership.check()
             self._store.delete(path)

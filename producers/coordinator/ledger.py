@@ -232,6 +232,21 @@ class Ledger:
         with self._lock:
             return self._segments[ordinal].path
 
+    def complete(self) -> None:
+        """Append nothing more to the current segment: the next record begins another one."""
+        with self._lock:
+            if self._fd >= 0:
+                self._retired.append(self._fd)
+                self._fd = -1
+                self._drop()
+        self.sync()
+
+    def completed(self) -> dict[str, int]:
+        """Name and length of the segments that are kept, but for the one that is appended to."""
+        with self._lock:
+            current = self._ordinal if self._fd >= 0 else -1
+            return {s.path.name: s.length for o, s in self._segments.items() if o != current}
+
     @property
     def segment_count(self) -> int:
         """Segments that are kept."""

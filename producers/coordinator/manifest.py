@@ -38,7 +38,7 @@ def latest(folder: Path, before: int) -> Manifest | None:
     """The manifest of the last leader before epoch `before` that wrote one which can be read."""
     for epoch in sorted((e for e in epochs(folder) if e < before), reverse=True):
         try:
-            found = msgspec.json.decode(_path(folder, epoch).read_bytes(), type=Manifest)
+            found = msgspec.json.decode(path_of(folder, epoch).read_bytes(), type=Manifest)
         except (FileNotFoundError, msgspec.DecodeError):
             found = None
         if found is not None and (found.epoch, found.crc) == (epoch, _crc(epoch, sorted(found.segments))):
@@ -49,7 +49,7 @@ def latest(folder: Path, before: int) -> Manifest | None:
 
 def write(folder: Path, epoch: int, names: Sequence[str]) -> None:
     """Write a leader's manifest, durable, and remove those of earlier ones."""
-    target = _path(folder, epoch)
+    target = path_of(folder, epoch)
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(msgspec.json.encode(Manifest(epoch, frozenset(names), _crc(epoch, sorted(names)))))
@@ -59,16 +59,22 @@ def write(folder: Path, epoch: int, names: Sequence[str]) -> None:
     sync_folder(folder)
     for earlier in epochs(folder):
         if earlier < epoch:
-            _path(folder, earlier).unlink(missing_ok=True)
+            path_of(folder, earlier).unlink(missing_ok=True)
 
 
 def epochs(folder: Path) -> list[int]:
     """The leaders that wrote one."""
-    stems = (name.removesuffix(_SUFFIX) for name in os.listdir(folder) if name.endswith(_SUFFIX))
-    return [int(stem) for stem in stems if stem.isdigit()]
+    return [epoch for name in os.listdir(folder) if (epoch := epoch_of(name)) is not None]
 
 
-def _path(folder: Path, epoch: int) -> Path:
+def epoch_of(name: str) -> int | None:
+    """Whose manifest a file is; None for other files."""
+    stem = name.removesuffix(_SUFFIX)
+    return int(stem) if stem != name and stem.isdigit() else None
+
+
+def path_of(folder: Path, epoch: int) -> Path:
+    """Where the manifest of a leader lies."""
     return folder / f"{epoch:08d}{_SUFFIX}"
 
 

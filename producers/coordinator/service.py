@@ -1,7 +1,8 @@
 """The coordinator of one shard: leads, reads its ledger, and runs its threads until it is told to stop.
 
 Threads: results (consume, log, acknowledge), commits (fsync), dispatch (read, publish), live (leases, losses),
-finalizer and finalizer-large (assembly), heartbeat, intake (`batchmill.submit`), and control, which is the calling one.
+finalizer and finalizer-large (assembly), copies (of the ledger into an object store), heartbeat, intake
+(`batchmill.submit`), and control, which is the calling one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from producers.coordinator.intake_queue import IntakeQueue
 from producers.coordinator.leadership import HEARTBEAT_S, Leadership
 from producers.coordinator.ledger import DiskFull, Ledger
 from producers.coordinator.live_view import LiveView
+from producers.coordinator.log_copies import LogCopies, fetch
 from producers.coordinator.recovery import recover
 from producers.coordinator.status_files import StatusFiles
 
@@ -118,10 +120,17 @@ class Service:
         live = LiveView(core, settings, LiveState(settings))
         submissions = IntakeQueue(core, store, settings, self._registry, Publisher(settings))
 
+        copies = None
+        if not isinstance(store, LocalStore):
+            copies = LogCopies(core, store, leadership, settings.store.wal_copy_s)
         beating = core.spawn("heartbeat", lambda: _beat(core, leadership))
         leadership.check()
+        if copies is not None:
+            fetch(store, self._shard, folder)
         control.open_new()
         recover(core.book, core.ledger)
+        if copies is not None:
+            copies.begin()
         watching = core.spawn("stop", lambda: self._watch_stop(core))
         threads = [
             core.spawn("results", aggregator.run),
@@ -131,6 +140,8 @@ class Service:
             core.spawn("finalizer-large", finalizer.run_large),
             core.spawn("intake", submissions.run),
         ]
+        if copies is not None:
+            threads.append(core.spawn("copies", copies.run))
         commits = core.spawn("commits", aggregator.run_commits)
         try:
             control.run()
@@ -141,9 +152,9 @@ class Service:
         for thread in (*threads, commits, beating, watching):
             thread.join(_JOIN_S)
         leading.set(0)
-        self._end(core, control, leadership)
+        self._end(core, control, leadership, copies)
 
-    def _end(self, core: Core, control: Control, leadership: Leadership) -> None:
+    def _end(self, core: Core, control: Control, leadership: Leadership, copies: LogCopies | None) -> None:
         fatal = core.fatal
         if isinstance(fatal, Ousted):
             log.error("ousted", shard=self._shard, epoch=leadership.epoch)
@@ -154,6 +165,8 @@ class Service:
         core.ledger.close()
         with contextlib.suppress(OSError, Unreachable, Ousted):
             control.say_all(last=True)
+            if copies is not None:
+                copies.finish()
         leadership.resign()
         log.info("stopped", shard=self._shard)
 

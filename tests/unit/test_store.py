@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,17 +16,13 @@ import pytest
 from common.errors import StoreFull, Unreachable, UsageError
 from common.object_store import ObjectStore
 from common.store import LocalStore, Store, open_store
+from tests.support.s3 import new_bucket, s3_env, s3_server
 
 
 @pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with s3_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(params=["folder", "memory", "s3"])
@@ -38,15 +35,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def s3_store(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Store:
-    import fsspec
-
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    bucket = f"bucket-{uuid.uuid4().hex[:12]}"
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
-    return open_store(f"s3://{bucket}/some/prefix")
+    for name, value in s3_env(endpoint).items():
+        monkeypatch.setenv(name, value)
+    return open_store(f"s3://{new_bucket()}/some/prefix")
 
 
 def test_what_is_put_can_be_read(store: Store) -> None:
@@ -150,6 +141,68 @@ def test_a_file_whose_block_fails_never_appears(store: Store) -> None:
             raise KeyError(file.write(b"x" * (20 << 20)))
     assert store.list("w") == ["old"]
     assert store.read("w/old") == b"old"
+
+
+def test_files_of_a_group_appear_together(store: Store) -> None:
+    store.put_atomic("g/1/old", b"old")
+    seen: list[list[str]] = []
+    with store.group(lambda: seen.append(store.list("g/1"))) as group:
+        for n in range(40):
+            group.put(f"g/{n}/file", b"%d" % n)
+        group.put("g/1/old", b"new")
+        with group.open_write("g/1/large") as file:
+            file.write(b"x" * (6 << 20))
+        with pytest.raises(KeyError), group.open_write("g/1/failed") as file:
+            raise KeyError(file.write(b"x"))
+        group.discard("g/2")
+        assert store.list("g/3") == []
+    assert seen == [["old"]]
+    assert store.list("g/1") == ["file", "large", "old"]
+    assert store.read("g/1/old") == b"new"
+    assert store.size("g/1/large") == 6 << 20
+    assert store.list("g/2") == []
+    assert [store.read(f"g/{n}/file") for n in (0, 3, 39)] == [b"0", b"3", b"39"]
+
+
+@pytest.mark.parametrize("fenced_off", [True, False])
+def test_a_group_that_fails_or_is_fenced_off_leaves_nothing(store: Store, fenced_off: bool) -> None:
+    def fence() -> None:
+        if fenced_off:
+            raise KeyError
+
+    def write() -> None:
+        with store.group(fence) as group:
+            group.put("g/old", b"new")
+            group.put("g/new", b"new")
+            if not fenced_off:
+                raise KeyError
+
+    store.put_atomic("g/old", b"old")
+    with pytest.raises(KeyError):
+        write()
+    assert store.list("g") == ["old"]
+    assert store.read("g/old") == b"old"
+
+
+def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put_atomic("d/file", b"x")
+    mine = store.temporary(tmp_path / "d" / "x")
+    dead = mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{_dead_pid()}-"))
+    elsewhere = mine.with_name(".tmp-00000000-1-x")
+    for path in (mine, dead, elsewhere):
+        path.touch()
+    store.sweep("d", dead_only=True)
+    assert sorted(tmp_path.glob("d/.*")) == sorted([mine, elsewhere])
+    store.sweep("d")
+    store.sweep("nowhere")
+    assert [p.name for p in tmp_path.glob("d/*")] == ["file"]
+
+
+def _dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
 
 
 def test_paths_stay_inside(store: Store) -> None:

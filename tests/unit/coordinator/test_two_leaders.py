@@ -126,7 +126,7 @@ def test_what_an_old_leader_appends_after_the_takeover_is_seen_by_nobody(steps: 
         wal = Path(name) / "wal"
 
         def life(epoch: int) -> Life:
-            return Life(store, wal, epoch, lambda book: book.open(batch))  # type: ignore[arg-type,return-value]
+            return Life(store, wal, epoch, lambda book: book.open(batch))  # type: ignore[arg-type]
 
         old = new = life(1)
         epoch = 1
