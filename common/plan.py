@@ -1,7 +1,7 @@
 """The planned rows of a batch, as both sides read them: `rows` and `plan` in the batch's folder.
 
-`rows` holds the MessagePack `Row`s in planned order, one after the other; `plan` one `PLAN_DTYPE` record a position: where
-its row starts, how long it is, its index, its cost. `producers.plan_file` writes them.
+`rows` holds the MessagePack `Row`s in planned order, one after the other; `plan` one `PLAN_DTYPE` record a position:
+where its row starts, how long it is, its index, its cost. `producers.plan_file` writes them.
 """
 
 from __future__ import annotations
