@@ -101,6 +101,7 @@ def run(workers: int, requests: int, scheduler: Scheduler, slow: float | None, s
         "makespan_s": fleet.now,
         "ideal_s": total / rate,
         "efficiency": total / rate / fleet.now,
+        "copied": fleet.copied,
         "messages": fleet.messages,
         "took_s": time.monotonic() - began,
     }
@@ -110,7 +111,7 @@ def show(figures: list[dict[str, Any]]) -> None:
     """Print the table."""
     print(
         f"{'workers':<18}{'waited s':>14}{'answered s':>14}{'alone':>7}{'window':>9}{'= s':>7}{'makespan s':>12}"
-        f"{'ideal':>10}{'efficiency':>12}{'took s':>8}"
+        f"{'ideal':>10}{'efficiency':>12}{'copied':>8}{'took s':>8}"
     )
     for f in figures:
         name = str(f["workers"]) + (f", one at {f['slow_worker_speed']:g} ×" if f["slow_worker_speed"] else "")
@@ -118,7 +119,7 @@ def show(figures: list[dict[str, Any]]) -> None:
         small = f"{f['small_first_s']:.1f} / {f['small_last_s']:.1f}"
         print(
             f"{name:<18}{waited:>14}{small:>14}{f['small_alone_s']:>7.1f}{f['window_requests']:>9,}{f['window_s']:>7.1f}"
-            f"{f['makespan_s']:>12,.1f}{f['ideal_s']:>10,.1f}{f['efficiency']:>12.3f}{f['took_s']:>8.0f}"
+            f"{f['makespan_s']:>12,.1f}{f['ideal_s']:>10,.1f}{f['efficiency']:>12.3f}{f['copied']:>8,}{f['took_s']:>8.0f}"
         )
 
 

@@ -19,7 +19,7 @@ from common.live import WorkerFacts
 from common.messages import VERSION, Kind, Part, Results, Usage
 from common.settings import Scheduler
 from producers.batch import Batch
-from producers.coordinator import losses, packing
+from producers.coordinator import losses, packing, stragglers
 from producers.coordinator.book import Book
 from producers.coordinator.lanes import Outstanding
 from producers.coordinator.packing import Wait
@@ -174,6 +174,8 @@ class Fleet:
         self.messages = 0
         #: Most requests that were out at a time.
         self.most_out = 0
+        #: Requests that were sent a second time.
+        self.copied = 0
         self._costs: dict[str, npt.NDArray[np.int64]] = {}
         self._scheduler = scheduler
         self._weights = Weights(scheduler)
@@ -242,15 +244,22 @@ class Fleet:
         room = packing.capacity(self._scheduler, self._facts, MODEL, SEQS, CHUNKS, lane.times.median)
         wait_s = self._scheduler.timeout_ms / 1000
         drafted = packing.draft(self.book, lane, room, self.now, self.now, wait_s, self._weights)
+        if isinstance(drafted, Wait) and drafted.idle:
+            factor = self._scheduler.straggler_factor
+            copy = stragglers.find(self.book, lane, room.nodes, factor, room.floor, self.now, self.now)
+            drafted = copy or drafted
         if isinstance(drafted, Wait):
             if drafted.until < self.now + LOOK_S:
                 self.after(max(0.0, drafted.until - self.now), self._wake)
             return
         picks = [p._replace(cost=int(self._costs[p.batch][p.positions].sum())) for p in drafted.picks]
         slices = [sent_slice(p.batch, p.positions, p.attempt) for p in picks]
-        record = Dispatch(f"c{next(self._numbers)}", MODEL, self.now, slices, drafted.node)
+        record = Dispatch(f"c{next(self._numbers)}", MODEL, self.now, slices, drafted.node, drafted.copy_of)
         chunk = self.book.sent(record, self.now, [])
-        packing.charge(self.book, lane, picks)
+        if drafted.copy_of:
+            self.copied += sum(len(p.positions) for p in picks)
+        else:
+            packing.charge(self.book, lane, picks)
         self.most_out = max(self.most_out, self.book.window_used(lane))
         self.after(NETWORK_S, lambda: self._arrive(chunk))
         self._dispatching = True

@@ -152,6 +152,13 @@ class LiveState:
         """True when the coordinator sends the chunk's requests in other chunks."""
         return bool(self._redis.exists(f"bm:given_up:{chunk_id}"))
 
+    def given_up_among(self, chunk_ids: list[str]) -> set[str]:
+        """Those of the chunks that the coordinator has no more use for."""
+        if not chunk_ids:
+            return set()
+        found = cast(list[Any], self._redis.mget([f"bm:given_up:{c}" for c in chunk_ids]))
+        return {c for c, f in zip(chunk_ids, found, strict=True) if f}
+
     def close(self) -> None:
         """Close the connections."""
         self._redis.close()

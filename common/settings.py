@@ -83,6 +83,9 @@ class Scheduler(msgspec.Struct, **Strict):
     lease_s: float = 8.0
     #: Seconds after which a chunk that nobody leased counts as lost while later ones were taken or its queue is empty.
     unclaimed_s: float = 5.0
+    #: How many times as long as chunks take a chunk runs, at the end of the work, before what is missing of it goes to
+    #: idle workers too; 0: never.
+    straggler_factor: float = 2.0
     #: Coordinator shards.
     shards: int = 1
     #: Seconds without a heartbeat after which a standby takes over.
@@ -188,6 +191,7 @@ _AT_LEAST: dict[str, float] = {
     "scheduler.retry_times": 0,
     "scheduler.lease_s": 0.5,
     "scheduler.unclaimed_s": 0.5,
+    "scheduler.straggler_factor": 0,
     "scheduler.shards": 1,
     "scheduler.takeover_s": 0.5,
     "broker.visibility_timeout_s": 2,

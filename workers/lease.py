@@ -104,6 +104,9 @@ class Leases(threading.Thread):
                 cancelled = self._live.cancelled(batches)
                 for run in running.values() if cancelled else ():
                     run.work.forget(cancelled)
+                for chunk_id in self._live.given_up_among(list(running)):
+                    # Somebody else has its requests, or has answered them.
+                    running[chunk_id].work.forget(running[chunk_id].batches)
             facts = self._facts()
             if facts.state != self._state or time.monotonic() - self._announced >= ANNOUNCE_S:
                 self._live.announce(facts)

@@ -104,7 +104,11 @@ class Book:
         lane = self.lane(record.model)
         if taken:
             self._take_retries(lane, taken)
-        chunk = Outstanding(record.chunk, record.model, lane.next_order, now, [], published, record.node)
+        chunk = Outstanding(
+            record.chunk, record.model, lane.next_order, now, [], published, record.node, record.copy_of
+        )
+        if record.copy_of in self.out:
+            self.out[record.copy_of].copied = True
         lane.next_order += 1
         for piece in record.slices:
             progress = self.batches.get(piece.batch)
@@ -138,6 +142,7 @@ class Book:
             leased = self.lane(chunk.model).leased_order
             leased[chunk.queue] = max(leased.get(chunk.queue, -1), chunk.order)
             self._follow(chunk, results, now)
+            self._end_moot(chunk)
         return outcome
 
     def lost(self, record: Lost, now: float) -> None:
@@ -148,9 +153,7 @@ class Book:
         lane = self.lane(chunk.model)
         if record.convict or chunk.target:
             # In a worker's own queue nobody else would find it; that worker, should it come back, need not run it.
-            self.given_up[chunk.id] = None
-            if len(self.given_up) > _MOST_GIVEN_UP:
-                del self.given_up[next(iter(self.given_up))]
+            self._give_up(chunk.id)
         for share, rows in self._open_shares(chunk):
             if not record.convict:
                 lane.retries.append(Retry(share.batch, rows, share.attempt, share.losses, share.alone, now))
@@ -268,10 +271,11 @@ class Book:
             mine = np.isin(share.positions, failed)
             if not mine.any():
                 continue
-            if progress.sendable:
+            again = self._held_nowhere_else(chunk, progress.id, share.positions[mine])
+            if progress.sendable and len(again):
                 delay = retry_delay(share.attempt)
                 lane.retries.append(
-                    Retry(progress.id, share.positions[mine], share.attempt + 1, share.losses, share.alone, now + delay)
+                    Retry(progress.id, again, share.attempt + 1, share.losses, share.alone, now + delay)
                 )
             share.positions = share.positions[~mine]
 
@@ -311,13 +315,43 @@ class Book:
                 Retry(share.batch, rows, share.attempt, share.losses, share.alone, now)
             )
 
+    def _partners(self, chunk: Outstanding) -> list[Outstanding]:
+        """Other chunks that are out and may hold some of the same rows."""
+        if not chunk.copied and not chunk.copy_of:
+            return []
+        origin = chunk.copy_of or chunk.id
+        return [c for c in self.out.values() if c is not chunk and origin in (c.id, c.copy_of)]
+
+    def _held_nowhere_else(self, chunk: Outstanding, batch_id: str, rows: Positions) -> Positions:
+        """Those of a chunk's rows that need to be sent again when it is of no use: nobody else has them."""
+        for other in self._partners(chunk):
+            for share in other.shares:
+                if share.batch == batch_id:
+                    rows = rows[~np.isin(rows, share.positions)]
+        return rows
+
+    def _end_moot(self, chunk: Outstanding) -> None:
+        """Give up the copies, or the original, of which nothing is open any more: this chunk answered it first."""
+        for other in self._partners(chunk):
+            if not any(
+                len(self.batches[s.batch].rows.open_rows(s.positions)) for s in other.shares if s.batch in self.batches
+            ):
+                del self.out[other.id]
+                self._give_up(other.id)
+
+    def _give_up(self, chunk_id: str) -> None:
+        self.given_up[chunk_id] = None
+        if len(self.given_up) > _MOST_GIVEN_UP:
+            del self.given_up[next(iter(self.given_up))]
+
     def _open_shares(self, chunk: Outstanding) -> list[tuple[Share, Positions]]:
+        """What must be sent again when the chunk is of no use."""
         found = []
         for share in chunk.shares:
             progress = self.batches.get(share.batch)
             if progress is None or not progress.sendable:
                 continue
-            rows = progress.rows.open_rows(share.positions)
+            rows = self._held_nowhere_else(chunk, share.batch, progress.rows.open_rows(share.positions))
             if len(rows):
                 found.append((share, rows))
         return found

@@ -16,7 +16,7 @@ from common.logs import get
 from common.messages import TASK_INFER, VERSION, Chunk, Slice, encode, infer_queue, node_queue, results_queue
 from common.settings import Settings
 from common.store import Store
-from producers.coordinator import packing
+from producers.coordinator import packing, stragglers
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.batch_files import BatchFiles, DamagedBatch
 from producers.coordinator.core import Core
@@ -113,7 +113,12 @@ class Dispatcher:
                 return 3600.0
             room = self._sizes.capacity(model, core.workers, lane.times.median)
             now, wait_s = time.monotonic(), self._settings.scheduler.timeout_ms / 1000
-            drafted = packing.draft(core.book, lane, room, now, time.time(), wait_s, self._weights)
+            wall = time.time()
+            drafted = packing.draft(core.book, lane, room, now, wall, wait_s, self._weights)
+            if isinstance(drafted, Wait) and drafted.idle:
+                factor = self._settings.scheduler.straggler_factor
+                copy = stragglers.find(core.book, lane, room.nodes, factor, room.floor, now, wall)
+                drafted = copy or drafted
         if isinstance(drafted, Wait):
             return drafted.until - now
         try:
@@ -168,7 +173,7 @@ class Dispatcher:
             return
         chunk_id, sent_at = new_chunk_id(), time.time()
         sent = [sent_slice(p.batch, p.positions, p.attempt, p.losses, p.alone) for p in kept]
-        record = Dispatch(chunk_id, model, sent_at, sent, drafted.node)
+        record = Dispatch(chunk_id, model, sent_at, sent, drafted.node, drafted.copy_of)
         encoded = encode_record(record)
         batch, not_after = None, 0.0
 
@@ -184,7 +189,8 @@ class Dispatcher:
                 core.ledger.append(Type.DISPATCH, encoded, {p.batch for p in kept})
                 again = [(p.retry, p.positions) for p in kept if p.retry is not None]
                 core.book.sent(record, time.monotonic(), again, published=False)
-                packing.charge(core.book, lane, kept)
+                if not drafted.copy_of:
+                    packing.charge(core.book, lane, kept)
                 core.dirty.update(p.batch for p in kept)
 
         if not core.while_disk_full(log_it) or batch is None:

@@ -46,12 +46,18 @@ class Outstanding:
     published: bool
     #: The worker whose own queue it went to; empty: the queue of the model version.
     target: str = ""
+    #: The chunk whose rows it carries a second time; empty: none.
+    copy_of: str = ""
+    #: True when some of its rows went out a second time.
+    copied: bool = False
     #: Monotonic seconds since when that worker is not seen.
     target_gone_since: float | None = None
     #: Monotonic seconds when a worker was last seen to hold it.
     leased_at: float | None = None
     #: Monotonic seconds since when a lease that was there is missing.
     unleased_since: float | None = None
+    #: Monotonic seconds since when whoever holds it now was seen to do so.
+    held_since: float | None = None
     #: Who holds it, and which life of it (its pid).
     node: str | None = None
     pid: int | None = None

@@ -27,6 +27,8 @@ def see_leases(book: Book, nodes: Mapping[str, str | None], now: float, pids: Ma
         if chunk is None:
             continue
         if node is not None:
+            if chunk.held_since is None or node != chunk.node:
+                chunk.held_since = now
             pid = pids.get(node) if pids is not None else None
             if chunk.node is not None and (node != chunk.node or (None not in (pid, chunk.pid) and pid != chunk.pid)):
                 chunk.moves += 1

@@ -48,6 +48,8 @@ class Capacity:
     slots: int
     #: Requests of the smallest chunk at the end of the work.
     floor: int
+    #: Workers that take chunks, the one with the least to do first.
+    nodes: tuple[str, ...] = ()
 
     def chunk_size(self, remaining: int) -> int:
         """Requests of the next chunk when `remaining` are still to be sent (guided self-scheduling)."""
@@ -81,7 +83,9 @@ def capacity(
     # What runs, and what workers take up while the coordinator hears of an ended chunk and sends the next.
     waiting = 2 * count if not chunk_s else max(count, math.ceil(REFILL_S * slots / chunk_s))
     window = min(most, (slots + waiting) * target)
-    return Capacity(target, window, len(live), slots, floor=min(target, max(1, seqs // (2 * k))))
+    taking = sorted((w for w in live if w.state == "ready"), key=lambda w: w.running + w.waiting)
+    floor = min(target, max(1, seqs // (2 * k)))
+    return Capacity(target, window, len(live), slots, floor, tuple(w.node for w in taking))
 
 
 class Pick(NamedTuple):
@@ -104,12 +108,16 @@ class Draft(NamedTuple):
     picks: list[Pick]
     #: The worker it goes to by its own queue; empty: the queue of the model version.
     node: str = ""
+    #: The chunk that some of its rows are in already; empty: none.
+    copy_of: str = ""
 
 
 class Wait(NamedTuple):
     """Nothing to send; look again at this time (monotonic seconds) or when something changed."""
 
     until: float
+    #: True when nothing at all is left that could be sent now, whatever room there were.
+    idle: bool = False
 
 
 def exhausted(lane: Lane, max_attempts: int) -> list[Exhausted]:
@@ -154,7 +162,7 @@ def draft(
     fresh = max(0, min(unsent, room.window - book.window_used(lane) + held))
     if not ready and not fresh:
         lane.partial_since = None
-        return Wait(min(until, now + _sleep_s(lane, wall)))
+        return Wait(min(until, now + _sleep_s(lane, wall)), idle=not unsent)
     size = min(room.chunk_size(ready + unsent), room.window)
     if ready + fresh < size:
         out = any(c.model == lane.model for c in book.out.values())

@@ -73,6 +73,8 @@ class Dispatch(msgspec.Struct, array_like=True, frozen=True):
     slices: list[SentSlice]
     #: The worker that it goes to by its own queue; empty: to whoever takes it from the model version's queue.
     node: str = ""
+    #: The chunk that has the same rows already, of which nothing was heard for long; empty: none.
+    copy_of: str = ""
 
 
 class Lost(msgspec.Struct, array_like=True, frozen=True):

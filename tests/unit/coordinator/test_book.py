@@ -77,7 +77,7 @@ class Bench:
     def draft(self, room: Capacity = ROOM, wait_s: float = 0.0) -> Draft | Wait:
         return packing.draft(self.book, self.lane, room, self.now, self.now, wait_s, WEIGHTS)
 
-    def send_picks(self, picks: list[Pick], node: str = "") -> str:
+    def send_picks(self, picks: list[Pick], node: str = "", copy_of: str = "") -> str:
         self.numbers += 1
         record = Dispatch(
             f"c{self.numbers}",
@@ -85,6 +85,7 @@ class Bench:
             self.now,
             [sent_slice(p.batch, p.positions, p.attempt, p.losses, p.alone) for p in picks],
             node,
+            copy_of,
         )
         self.log.append(record)
         again = [(p.retry, p.positions) for p in picks if p.retry is not None]
