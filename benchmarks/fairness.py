@@ -129,11 +129,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the large batch")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--slow", type=float, help="speed of one worker of each fleet, such as 0.25")
+    parser.add_argument("--no-copies", action="store_true", help="no second copies of what a slow worker keeps")
     parser.add_argument("--window", type=int, default=131_072, help="scheduler.queue_size")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     scheduler = Scheduler(queue_size=options.window)
+    if options.no_copies:
+        scheduler = Scheduler(queue_size=options.window, straggler_factor=0)
     figures = [run(w, options.requests, scheduler, options.slow, options.seed) for w in options.workers]
     show(figures)
     if options.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from common import metrics
@@ -116,8 +117,8 @@ class Dispatcher:
             wall = time.time()
             drafted = packing.draft(core.book, lane, room, now, wall, wait_s, self._weights)
             if isinstance(drafted, Wait) and drafted.idle:
-                factor = self._settings.scheduler.straggler_factor
-                copy = stragglers.find(core.book, lane, room.nodes, factor, room.floor, now, wall)
+                nodes, factor = self._idle(room.nodes), self._settings.scheduler.straggler_factor
+                copy = stragglers.find(core.book, lane, nodes, factor, room.floor, now, wall)
                 drafted = copy or drafted
         if isinstance(drafted, Wait):
             return drafted.until - now
@@ -131,6 +132,13 @@ class Dispatcher:
             return 1.0
         core.trouble("store_unreachable", "dispatcher", False)
         return 0.0
+
+    def _idle(self, nodes: Sequence[str]) -> Sequence[str]:
+        """Those of the workers that other shards leave idle; what this one gave them is in its book."""
+        if self._settings.scheduler.shards == 1:
+            return nodes
+        busy = {w.node for w in self._core.workers or [] if w.running + w.waiting}
+        return [node for node in nodes if node not in busy]
 
     def _settle_exhausted(self, model: str) -> bool:
         """Make errors of rows that get no further attempt; False when the coordinator stops meanwhile."""

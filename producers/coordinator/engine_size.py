@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from common.errors import UsageError
 from common.live import WorkerFacts
+from common.logs import get
 from common.registry import ModelVersion, Registry
 from common.settings import Settings
 from producers.coordinator.packing import Capacity, capacity
+
+log = get(__name__)
 
 #: vLLM's own default for offline use.
 DEFAULT_MAX_NUM_SEQS = 256
@@ -19,6 +22,7 @@ class EngineSize:
         self._settings = settings
         self._registry = registry
         self._last: list[WorkerFacts] = []
+        self._warned: set[str] = set()
 
     def capacity(self, model: str, workers: list[WorkerFacts] | None, chunk_s: float | None = None) -> Capacity:
         """What the workers of `model` can take; while nobody knows of any (None), what was last known.
@@ -27,7 +31,7 @@ class EngineSize:
         """
         if workers is not None:
             self._last = workers
-        return capacity(
+        room = capacity(
             self._settings.scheduler,
             self._last,
             model,
@@ -36,6 +40,11 @@ class EngineSize:
             chunk_s,
             self._max_concurrency(model),
         )
+        queue_size = self._settings.scheduler.queue_size
+        if room.wanted > queue_size and model not in self._warned:
+            self._warned.add(model)
+            log.warning("window_small", model=model, queue_size=queue_size, wanted=room.wanted, workers=room.workers)
+        return room
 
     def _max_num_seqs(self, model: str) -> int:
         if self._settings.inference.batch_size:

@@ -50,6 +50,8 @@ class Capacity:
     floor: int
     #: Workers that take chunks, the one with the least to do first.
     nodes: tuple[str, ...] = ()
+    #: Requests out that keep every engine full.
+    wanted: int = 0
 
     def chunk_size(self, remaining: int) -> int:
         """Requests of the next chunk when `remaining` are still to be sent (guided self-scheduling)."""
@@ -85,7 +87,7 @@ def capacity(
     window = min(most, (slots + waiting) * target)
     taking = sorted((w for w in live if w.state == "ready"), key=lambda w: w.running + w.waiting)
     floor = min(target, max(1, seqs // (2 * k)))
-    return Capacity(target, window, len(live), slots, floor, tuple(w.node for w in taking))
+    return Capacity(target, window, len(live), slots, floor, tuple(w.node for w in taking), (slots + count) * least)
 
 
 class Pick(NamedTuple):

@@ -57,6 +57,8 @@ def test_a_small_bound_makes_small_chunks_instead_of_idle_workers() -> None:
     assert (small.target, small.window) == (10, 320)
     assert room(4, most=3).target == 1
     assert room(64, queue_size=16384).target == 64
+    # What every engine needs to be full, whatever the bound.
+    assert room(64, queue_size=16384).wanted == room(64).wanted == 256 * 141
 
 
 @given(st.integers(0, 100), st.one_of(st.none(), st.floats(0.001, 1e4)), st.integers(1, 10**5), st.integers(1, 10**5))

@@ -128,3 +128,15 @@ def test_many_batches_are_put_aside_as_they_are_sent() -> None:
     assert [s.batch for s in bench.book.out[chunks[-1]].shares] == [f"b{n:04}" for n in range(990, 1000)]
     assert len(bench.lane.fresh) == 1000
     assert len(bench.lane.fair.active) == 1000
+
+
+def test_chunks_shrink_at_the_end_of_all_batches_not_of_each() -> None:
+    bench = Bench(*(with_(name, 40) for name in "abc"))
+    room = Capacity(target=8, window=1000, workers=2, slots=6, floor=2)
+    sizes = []
+    while isinstance(chunk := bench.send(room), str):
+        sizes.append(sum(len(s.positions) for s in bench.book.out[chunk].shares))
+    full = sizes.count(8)
+    assert sizes == [8] * full + sorted(sizes[full:], reverse=True)
+    assert sum(sizes[:full]) > 120 - 6 * 8
+    assert sizes[-1] == room.floor
