@@ -54,8 +54,9 @@ class Attendant:
         if now >= self._next_look:
             self._next_look = now + LOOK_S
             self._look(seen, now)
-        # A batch that moves needs no reason; of one that does not, the fleet knows more than the store.
-        if seen.reason is None and seen.answered:
+        # A batch that moves needs no reason; of one that does not, the fleet knows more than the store, unless it is
+        # not meant to move.
+        if seen.reason in ("paused", "scheduled") or (seen.reason is None and seen.answered):
             return seen
         here = "starting_coordinator" if seen.reason == "no_coordinator" else seen.reason
         return msgspec.structs.replace(seen, reason=self._reason or here)

@@ -52,6 +52,20 @@ class BatchView(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float | None
     finished_at: float | None
     updated_at: float
+    tenant: str
+    #: One of low, normal, high, urgent.
+    priority: str
+    #: Nothing is sent for now, because a person said so.
+    paused: bool
+    #: The end of its completion window; null: it has none.
+    expires_at: float | None
+    not_before: float | None
+    #: `22:00-06:00 Europe/Berlin`
+    run_between: str | None
+    #: Beside the reason `scheduled`: when requests are sent.
+    opens_at: float | None
+    #: The batch whose unanswered requests these are.
+    retry_of: str | None
 
     @property
     def final(self) -> bool:
@@ -83,6 +97,14 @@ def view(batch: Batch, status: Status, reason: str | None) -> BatchView:
         started_at=status.started_at,
         finished_at=status.finished_at,
         updated_at=status.updated_at,
+        tenant=batch.tenant,
+        priority=status.priority or batch.priority,
+        paused=status.paused,
+        expires_at=batch.expires_at,
+        not_before=batch.not_before,
+        run_between=batch.run_between,
+        opens_at=status.opens_at,
+        retry_of=batch.retry_of,
     )
 
 
@@ -121,15 +143,15 @@ def recent(store: Store, limit: int | None) -> list[BatchView]:
     return views
 
 
-def ask_cancel(store: Store, batch_id: str, by: str = "") -> BatchView:
-    """Ask the coordinator to cancel a batch (it does so when it next looks); where the batch stood before.
+def ask(store: Store, batch_id: str, command: str, by: str = "", *, priority: str | None = None) -> BatchView:
+    """Ask the coordinator for something (`Command`; it obeys when it next looks); where the batch stood before.
 
-    Asking for a batch that has ended changes nothing.
+    Asking something of a batch that has ended changes nothing.
     """
     from ulid import ULID
 
     before = look(store, batch_id)
     if not before.final:
-        command = Command(command="cancel", at=time.time(), by=by)
-        store.put_atomic(f"control/{batch_id}/{str(ULID()).lower()}.json", msgspec.json.encode(command))
+        made = Command(command=command, at=time.time(), by=by, priority=priority)
+        store.put_atomic(f"control/{batch_id}/{str(ULID()).lower()}.json", msgspec.json.encode(made))
     return before

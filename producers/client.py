@@ -32,7 +32,8 @@ from common.registry import Registry
 from common.settings import Settings
 from common.store import open_store
 from producers import intake, outputs
-from producers.batch_view import BatchView, ask_cancel, look, recent
+from producers.batch import PRIORITIES, read_batch
+from producers.batch_view import BatchView, ask, look, recent
 from producers.following import follow
 from producers.intake import Options
 from producers.reachability import check_fleet
@@ -125,8 +126,38 @@ class Client:
 
     def cancel(self, batch_id: str) -> BatchView:
         """Ask for a batch to be cancelled, and return at once; nothing happens to one that has ended."""
-        ask_cancel(self.store, batch_id, by="client")
+        ask(self.store, batch_id, "cancel", by="client")
         return look(self.store, batch_id)
+
+    def pause(self, batch_id: str) -> BatchView:
+        """Ask that nothing more of a batch is sent, and return at once; what was sent is still answered."""
+        ask(self.store, batch_id, "pause", by="client")
+        return look(self.store, batch_id)
+
+    def resume_dispatch(self, batch_id: str) -> BatchView:
+        """Ask that a paused batch goes on, and return at once."""
+        ask(self.store, batch_id, "resume", by="client")
+        return look(self.store, batch_id)
+
+    def reprioritize(self, batch_id: str, priority: str) -> BatchView:
+        """Ask for another priority (low, normal, high or urgent), and return at once."""
+        if priority not in PRIORITIES:
+            raise UsageError(f"priority: '{priority}' is not one of {', '.join(PRIORITIES)}")
+        ask(self.store, batch_id, "reprioritize", by="client", priority=priority)
+        return look(self.store, batch_id)
+
+    def retry(self, batch_id: str, **options: Any) -> BatchView:
+        """Enqueue what a batch that has ended left unanswered as a new one; twice gives the same new batch.
+
+        `options`: those of `producers.intake.Options` that are to be other than they were. Its outputs can be read
+        together with the first one's: `results(id, merged=True)`. `UsageError` when there is nothing to retry.
+        """
+        seen = look(self.store, batch_id)
+        if not seen.final or seen.status == "failed":
+            raise UsageError(f"{batch_id} is {seen.status}: only a batch that has ended with outputs can be retried")
+        made = intake.submit_again(self.store, self.settings, read_batch(self.store, batch_id), Options(**options))
+        self._see_to_a_fleet(made.model)
+        return look(self.store, made.id)
 
     def wait(
         self,
@@ -155,15 +186,20 @@ class Client:
                 on_update(seen)
         return seen
 
-    def results(self, batch_id: str, *, partial: bool = False) -> Iterator[dict[str, Any]]:
+    def results(self, batch_id: str, *, partial: bool = False, merged: bool = False) -> Iterator[dict[str, Any]]:
         """The result lines of a batch, answers and errors, in the order of its input.
 
         A line is `{"id", "custom_id", "response", "error", "batchmill"}` (docs/file-formats.md). `partial`: of a batch
-        that runs, those that are there; it takes the coordinator's log, so its machine or a shared disk. Raises
-        `UsageError` when the batch has not ended otherwise.
+        that runs, those that are there; it takes the coordinator's log, so its machine or a shared disk. `merged`: of a
+        retry, all requests of the batch that was submitted first. Raises `UsageError` when the batch has not ended
+        otherwise.
         """
         seen = look(self.store, batch_id)
-        if seen.final:
+        if seen.final and merged:
+            from producers import merged as together
+
+            found: Iterator[bytes] = (line.data for line in together.lines(self.store, batch_id))
+        elif seen.final:
             found = outputs.lines(self.store, batch_id)
         elif partial:
             from producers.partial import lines

@@ -8,7 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -64,30 +64,46 @@ def deliver(store: Store, batch_id: str, target: Path) -> Outputs:
     return Outputs(output=str(paths[OUTPUT]), errors=str(paths[ERRORS]), summary=str(paths[SUMMARY]))
 
 
+class Line(NamedTuple):
+    """A line of an output file, with its newline; `good`: of `output.jsonl`."""
+
+    good: bool
+    data: bytes
+
+
 def lines(store: Store, batch_id: str) -> Iterator[bytes]:
     """The lines of both files, in the order of the input; `NoOutputs` when there are none.
 
     Each line ends with its newline. Memory is that of two lines.
     """
+    return (line.data for line in tagged(store, batch_id))
+
+
+def tagged(store: Store, batch_id: str) -> Iterator[Line]:
+    """As `lines`, each with the file it is from."""
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(_open(store, batch_id, name)) for name in (OUTPUT, ERRORS)]
-        yield from merge(*sources)
+        yield from _merged(*sources)
 
 
 def merge(output: BinaryIO, errors: BinaryIO) -> Iterator[bytes]:
     """Two files that are each in input order as one; the index is the last part of a line's `id`."""
+    return (line.data for line in _merged(output, errors))
+
+
+def _merged(output: BinaryIO, errors: BinaryIO) -> Iterator[Line]:
     good, bad = output.readline(), errors.readline()
     while good and bad:
         if index_of(good) < index_of(bad):
-            yield good
+            yield Line(True, good)
             good = output.readline()
         else:
-            yield bad
+            yield Line(False, bad)
             bad = errors.readline()
-    for rest, file in ((good, output), (bad, errors)):
-        if rest:
-            yield rest
-            yield from file
+    for first, file, kind in ((good, output, True), (bad, errors, False)):
+        if first:
+            yield Line(kind, first)
+            yield from (Line(kind, line) for line in file)
 
 
 def index_of(line: bytes) -> int:

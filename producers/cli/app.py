@@ -55,6 +55,38 @@ MaxTokensOption = Annotated[
     typer.Option("--max-tokens-default", metavar="N", min=1, help="max_tokens of requests that name none."),
 ]
 
+DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Do not follow; come back with watch.")]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option("--timeout", metavar="SECONDS", help="Time one request may take in the engine."),
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option("--idempotency-key", metavar="KEY", help="The same key again gives the same batch, not another."),
+]
+PriorityOption = Annotated[
+    str | None,
+    typer.Option("--priority", metavar="WORD", help="low, normal, high or urgent."),
+]
+TenantOption = Annotated[
+    str | None,
+    typer.Option("--tenant", metavar="NAME", help="Whose work it is; tenants share by scheduler.tenants."),
+]
+WindowOption = Annotated[
+    str | None,
+    typer.Option("--completion-window", metavar="TIME", help="24h, 90m, …: what is unanswered then expires."),
+]
+NotBeforeOption = Annotated[
+    str | None,
+    typer.Option("--not-before", metavar="WHEN", help="Send nothing before this time (ISO), or for this long."),
+]
+RunBetweenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--run-between", metavar="FROM-TO", help="Send only at these hours: '22:00-06:00 Europe/Berlin', else UTC."
+    ),
+]
+
 
 @app.callback(invoke_without_command=True)
 def root(
@@ -91,7 +123,7 @@ def submit(
         list[str] | None,
         typer.Option("--metadata", metavar="K=V", help="Kept with the batch; may be given again."),
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not follow; come back with watch.")] = False,
+    detach: DetachOption = False,
     output: OutputOption = None,
     max_tokens_default: MaxTokensOption = None,
     skip_invalid: Annotated[
@@ -101,36 +133,13 @@ def submit(
         str | None,
         typer.Option("--cache", metavar="MODE", help="Result cache: off, read, write or on. (default: the settings')"),
     ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option("--timeout", metavar="SECONDS", help="Time one request may take in the engine."),
-    ] = None,
-    idempotency_key: Annotated[
-        str | None,
-        typer.Option("--idempotency-key", metavar="KEY", help="The same key again gives the same batch, not another."),
-    ] = None,
-    priority: Annotated[
-        str | None,
-        typer.Option("--priority", metavar="WORD", help="low, normal, high or urgent. (default: normal)"),
-    ] = None,
-    tenant: Annotated[
-        str | None,
-        typer.Option("--tenant", metavar="NAME", help="Whose work it is; tenants share by scheduler.tenants."),
-    ] = None,
-    completion_window: Annotated[
-        str | None,
-        typer.Option("--completion-window", metavar="TIME", help="24h, 90m, …: what is unanswered then expires."),
-    ] = None,
-    not_before: Annotated[
-        str | None,
-        typer.Option("--not-before", metavar="WHEN", help="Send nothing before this time (ISO), or for this long."),
-    ] = None,
-    run_between: Annotated[
-        str | None,
-        typer.Option(
-            "--run-between", metavar="FROM-TO", help="Send only at these hours: '22:00-06:00 Europe/Berlin', else UTC."
-        ),
-    ] = None,
+    timeout: TimeoutOption = None,
+    idempotency_key: KeyOption = None,
+    priority: PriorityOption = None,
+    tenant: TenantOption = None,
+    completion_window: WindowOption = None,
+    not_before: NotBeforeOption = None,
+    run_between: RunBetweenOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Check a file of requests, enqueue it, follow it and put its outputs.
@@ -209,9 +218,95 @@ def list_batches(
 @app.command()
 def cancel(batch_id: IdArgument, as_json: JsonOption = False) -> int:
     """Cancel a batch: what is answered is kept, the rest becomes error results."""
-    from producers.cli.batches import cancel
+    from producers.cli.orders import cancel
 
     return cancel(batch_id, as_json=as_json)
+
+
+@app.command()
+def pause(batch_id: IdArgument, as_json: JsonOption = False) -> int:
+    """Send nothing more of a batch for now; what was sent is still answered."""
+    from producers.cli.orders import pause
+
+    return pause(batch_id, as_json=as_json)
+
+
+@app.command("resume-dispatch")
+def resume_dispatch(batch_id: IdArgument, as_json: JsonOption = False) -> int:
+    """Let a paused batch go on."""
+    from producers.cli.orders import resume_dispatch
+
+    return resume_dispatch(batch_id, as_json=as_json)
+
+
+@app.command()
+def reprioritize(
+    batch_id: IdArgument,
+    priority: Annotated[str, typer.Option("--priority", metavar="WORD", help="low, normal, high or urgent.")],
+    as_json: JsonOption = False,
+) -> int:
+    """Give a batch that runs another priority."""
+    from producers.cli.orders import reprioritize
+
+    return reprioritize(batch_id, priority=priority, as_json=as_json)
+
+
+@app.command()
+def retry(
+    batch_id: IdArgument,
+    detach: DetachOption = False,
+    output: OutputOption = None,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Put the outputs of all, the earlier answers with the new ones.")
+    ] = False,
+    name: Annotated[str | None, typer.Option("--name", help="A name for people. (default: as it was)")] = None,
+    timeout: TimeoutOption = None,
+    idempotency_key: KeyOption = None,
+    priority: PriorityOption = None,
+    tenant: TenantOption = None,
+    completion_window: WindowOption = None,
+    not_before: NotBeforeOption = None,
+    run_between: RunBetweenOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Enqueue again what is unanswered of a batch that has ended (failed, expired, cancelled requests), and follow it.
+
+    Doing so twice gives the same new batch. Its deadline and its hours are not taken over.
+    """
+    from producers.cli.retry import Wish, retry
+    from producers.intake import Options
+
+    options = Options(
+        name=name,
+        timeout_s=timeout,
+        idempotency_key=idempotency_key,
+        priority=priority,
+        tenant=tenant,
+        completion_window=completion_window,
+        not_before=not_before,
+        run_between=run_between,
+    )
+    return retry(Wish(batch_id, detach, output, merged, options, as_json))
+
+
+@app.command()
+def resume(
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="See to a fleet and do not follow.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="DIR", parser=_folder, help="Folder of the folders ID. (default: ./batchmill-out)"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """After a crash: say what is unfinished, bring the fleet back where it is the embedded one, and follow.
+
+    May be run at any time, and again.
+    """
+    from producers.cli.resume import resume
+
+    return resume(detach=detach, output=output, as_json=as_json)
 
 
 @app.command()
@@ -224,12 +319,15 @@ def results(
         ),
     ] = None,
     partial: Annotated[bool, typer.Option("--partial", help="What is answered so far, while it runs.")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Of a retry: with the answers of the batch that it retries.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Put the outputs of a batch."""
     from producers.cli.results import results
 
-    return results(batch_id, output=output, partial=partial, as_json=as_json)
+    return results(batch_id, output=output, partial=partial, merged=merged, as_json=as_json)
 
 
 @app.command()

@@ -1,16 +1,15 @@
-"""`producers status`, `list` and `cancel`: short questions to the store."""
+"""`producers status` and `list`: short questions to the store."""
 
 from __future__ import annotations
 
-import getpass
-import socket
 import time
 
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from common.store import Store
-from producers.batch_view import BatchView, ask_cancel, look, recent
+from producers.batch_view import BatchView, look, recent
 from producers.cli import say, surroundings, wording
 
 #: Columns that a list needs for ids that are whole.
@@ -22,17 +21,18 @@ _COLOURS = {"completed": "green", "failed": "red", "cancelled": "yellow", "expir
 
 def status(batch_id: str, *, as_json: bool) -> int:
     """Where a batch stands."""
-    seen = look(_store(), batch_id)
+    settings = surroundings.load_settings()
+    seen = look(surroundings.store_of(settings), batch_id)
     if as_json:
         say.json(seen)
     else:
-        say.render(card(seen, time.time()))
+        say.render(card(seen, time.time(), embedded=settings.broker.url is None))
     return 0
 
 
 def show(*, limit: int | None, as_json: bool) -> int:
     """The newest batches."""
-    store = _store()
+    store = surroundings.store_of(surroundings.load_settings())
     found = recent(store, limit)
     if as_json:
         say.json({"object": "list", "data": found})
@@ -45,21 +45,7 @@ def show(*, limit: int | None, as_json: bool) -> int:
     return 0
 
 
-def cancel(batch_id: str, *, as_json: bool) -> int:
-    """Ask for a batch to be cancelled."""
-    before = ask_cancel(_store(), batch_id, by=f"{_user()}@{socket.gethostname()}")
-    if as_json:
-        say.json({"id": batch_id, "asked": not before.final, "status": before.status})
-    elif before.final:
-        say.out(f"{batch_id} is {wording.status(before)} already; nothing to cancel")
-    else:
-        say.out(f"{batch_id}: asked to cancel; what is answered is kept (producers watch {batch_id})")
-    if before.reason == "no_coordinator":
-        say.err("producers: warning: no coordinator runs; it will cancel the batch once one is back")
-    return 0
-
-
-def card(seen: BatchView, now: float) -> Table:
+def card(seen: BatchView, now: float, *, embedded: bool = False) -> Table:
     """One batch as rows of name and value."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -70,8 +56,14 @@ def card(seen: BatchView, now: float) -> Table:
         ("id", seen.id),
         ("name", _users(seen.name)),
         ("status", _coloured(seen)),
-        ("", _users(wording.reason(seen))),
+        ("", _users(wording.reason(seen, embedded=embedded))),
         ("model", escape(seen.model)),
+        ("priority", seen.priority if seen.priority != "normal" else None),
+        ("tenant", _users(seen.tenant) if seen.tenant != "default" else None),
+        ("deadline", _deadline(seen, now)),
+        ("not before", wording.when(seen.not_before, now) if seen.not_before is not None else None),
+        ("runs", seen.run_between),
+        ("retry of", seen.retry_of),
         ("input", f"{_users(seen.input.name)} ({seen.input.bytes:,} bytes)"),
         ("requests", f"{counts.total:,}: {counts.completed:,} answered, {counts.failed:,} failed"),
         ("in flight", f"{seen.in_flight:,}" if seen.in_flight else None),
@@ -88,14 +80,13 @@ def card(seen: BatchView, now: float) -> Table:
     return grid
 
 
-def listing(found: list[BatchView], now: float, width: int) -> Table:
-    """Batches as a table that fits `width` (≥ 80) columns: only names are cut, since ids are what people copy."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("id", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    for name in ("done", "of", "failed", "age"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("name", no_wrap=True, overflow="ellipsis", max_width=max(8, width - _BESIDE_NAME))
+def listing(found: list[BatchView], now: float, width: int) -> Group:
+    """Batches as a table that fits `width` (≥ 80) columns: only names are cut, since ids are what people copy.
+
+    Below a batch stands what sets it apart, where something does: why it waits, its deadline, priority and tenant.
+    """
+    parts: list[RenderableType] = []
+    table = _columns(width, header=True)
     for seen in found:
         counts = seen.request_counts
         table.add_row(
@@ -107,6 +98,24 @@ def listing(found: list[BatchView], now: float, width: int) -> Table:
             wording.ago(now - seen.created_at).replace(" min", "m").replace(" ", ""),
             _users(seen.name) or "",
         )
+        notes = wording.standing(seen, now)
+        if seen.reason in ("paused", "scheduled"):
+            notes.insert(0, (wording.reason(seen) or "").partition(";")[0])
+        if notes:
+            note = Text(f"  {', '.join(notes)}", style="dim", no_wrap=True, overflow="ellipsis")
+            parts += [table, note]
+            table = _columns(width, header=False)
+    return Group(*parts, table)
+
+
+def _columns(width: int, *, header: bool) -> Table:
+    """A table with columns of widths that do not follow from its rows, so that several stand below each other."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", show_header=header)
+    table.add_column("id", no_wrap=True, width=32)
+    table.add_column("status", no_wrap=True, width=11)
+    for name, size in (("done", 4), ("of", 5), ("failed", 6), ("age", 4)):
+        table.add_column(name, justify="right", no_wrap=True, width=size)
+    table.add_column("name", no_wrap=True, overflow="ellipsis", max_width=max(8, width - _BESIDE_NAME))
     return table
 
 
@@ -121,20 +130,16 @@ def _coloured(seen: BatchView) -> str:
     return f"[{colour}]{text}[/{colour}]" if colour else text
 
 
+def _deadline(seen: BatchView, now: float) -> str | None:
+    if seen.expires_at is None:
+        return None
+    told = wording.when(seen.expires_at, now)
+    return told if seen.final else f"{told} ({wording.ahead(seen.expires_at - now)})"
+
+
 def _took(seen: BatchView, now: float) -> str | None:
     if seen.started_at is None:
         return None
     span = (seen.finished_at or now) - seen.started_at
     speed = f" ({wording.rate(seen.answered / span, 'requests/s')})" if span > 0 and seen.answered else ""
     return f"{wording.took(span)}{speed}"
-
-
-def _store() -> Store:
-    return surroundings.store_of(surroundings.load_settings())
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        return "unknown"

@@ -16,7 +16,7 @@ from producers.cli.watch import default_folder, hand_over, tell
 STDOUT = "-"
 
 
-def results(batch_id: str, *, output: str | None, partial: bool, as_json: bool) -> int:
+def results(batch_id: str, *, output: str | None, partial: bool, merged: bool, as_json: bool) -> int:
     """Put the outputs of a batch; the outcome of one that has ended is the exit code."""
     settings = surroundings.load_settings()
     store = surroundings.store_of(settings)
@@ -26,10 +26,12 @@ def results(batch_id: str, *, output: str | None, partial: bool, as_json: bool) 
             f"{batch_id} is {wording.status(seen)} ({seen.answered:,} of {seen.request_counts.total:,} done): "
             f"wait for it with 'producers watch {batch_id}', or take what is there with --partial"
         )
+    if merged and not seen.final:
+        raise UsageError("--merged and --partial do not go together: a retry is merged when it has ended")
     if output == STDOUT:
-        to_stdout(outputs.lines(store, batch_id) if seen.final else so_far(store, settings, seen), as_json=as_json)
+        to_stdout(_lines(store, settings, seen, merged=merged), as_json=as_json)
     elif seen.final:
-        return hand_over(store, seen, target_of(output, batch_id), as_json=as_json)
+        return hand_over(store, seen, target_of(output, batch_id), as_json=as_json, merged=merged)
     else:
         from producers.partial import deliver
 
@@ -37,8 +39,14 @@ def results(batch_id: str, *, output: str | None, partial: bool, as_json: bool) 
     return exits.of_batch(seen.status, seen.request_counts.failed) if seen.final else exits.ANSWERED
 
 
-def so_far(store: Store, settings: Settings, seen: BatchView) -> Iterator[bytes]:
-    """The lines of what is answered so far."""
+def _lines(store: Store, settings: Settings, seen: BatchView, *, merged: bool) -> Iterator[bytes]:
+    """Result lines in the order of the input; of a batch that runs, what is answered so far."""
+    if merged:
+        from producers import merged as together
+
+        return (line.data for line in together.lines(store, seen.id))
+    if seen.final:
+        return outputs.lines(store, seen.id)
     from producers.partial import lines
 
     return lines(store, settings, seen)

@@ -60,7 +60,7 @@ def submit(wish: Wish) -> int:
     if not wish.detach:
         return to_the_end(store, seen, settings, wish.output, as_json=wish.as_json)
     with running_fleet(settings, seen):
-        return let_go(seen, wish)
+        return let_go(seen, wish.output, as_json=wish.as_json)
 
 
 def options_of(wish: Wish) -> Options:
@@ -98,12 +98,12 @@ def take_in(wish: Wish, options: Options, store: Store, settings: Settings, regi
     return batch
 
 
-def let_go(seen: BatchView, wish: Wish) -> int:
+def let_go(seen: BatchView, output: Path | None, *, as_json: bool) -> int:
     """Leave the batch to the fleet."""
-    if wish.as_json:
+    if as_json:
         tell(seen, None, as_json=True)
     else:
-        where = output_again(wish.output)
+        where = output_again(output)
         say.out(seen.id)
         say.err(f"  follow it    producers watch {seen.id}{where}")
         say.err(f"  its answers  producers results {seen.id}{where}")

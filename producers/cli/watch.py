@@ -21,15 +21,9 @@ from producers.following import follow
 from producers.outputs import NoOutputs, Outputs, check_folder, deliver
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+def outcome(seen: BatchView, outputs: Outputs | None) -> dict[str, object]:
     """The JSON of `submit` and `watch`: the view's fields, and where the outputs are (null: they are not put)."""
-
-    batch: BatchView
-    outputs: Outputs | None
-
-    def flat(self) -> dict[str, object]:
-        """One object."""
-        return {**msgspec.to_builtins(self.batch), "outputs": msgspec.to_builtins(self.outputs)}
+    return {**msgspec.to_builtins(seen), "outputs": msgspec.to_builtins(outputs)}
 
 
 def default_folder(batch_id: str) -> Path:
@@ -49,8 +43,18 @@ def watch(batch_id: str, *, output: Path | None, as_json: bool) -> int:
     return to_the_end(store, seen, settings, output, as_json=as_json)
 
 
-def to_the_end(store: Store, seen: BatchView, settings: Settings, output: Path | None, *, as_json: bool) -> int:
+def to_the_end(
+    store: Store, seen: BatchView, settings: Settings, output: Path | None, *, as_json: bool, merged: bool = False
+) -> int:
     """Follow, with somebody to run the batch, until it has ended; then put its outputs."""
+    last = followed(store, seen, settings, output)
+    if last is None:
+        return exits.DETACHED
+    return hand_over(store, last, output or default_folder(seen.id), as_json=as_json, merged=merged)
+
+
+def followed(store: Store, seen: BatchView, settings: Settings, output: Path | None) -> BatchView | None:
+    """The last view of a batch that is followed to its end; None when a person stopped following it."""
     try:
         with terminated_like_interrupted(), running_fleet(settings, seen) as attend, display() as show:
             for view in follow(store, seen.id):
@@ -58,18 +62,33 @@ def to_the_end(store: Store, seen: BatchView, settings: Settings, output: Path |
                 show(seen)
     except KeyboardInterrupt:
         way_back(seen.id, output)
-        return exits.DETACHED
-    return hand_over(store, seen, output or default_folder(seen.id), as_json=as_json)
+        return None
+    return seen
 
 
-def hand_over(store: Store, seen: BatchView, target: Path, *, as_json: bool) -> int:
+def hand_over(store: Store, seen: BatchView, target: Path, *, as_json: bool, merged: bool = False) -> int:
     """Put the outputs of a batch that has ended, where it has any, and tell how it did."""
-    outputs = None
+    outputs, failed = put(store, seen, target, merged=merged)
+    tell(seen, outputs, as_json=as_json)
+    if merged and not as_json:
+        say.out(f"  merged with what it retries: {wording.number(failed, 'request')} without an answer")
+    return exits.of_batch(seen.status, failed)
+
+
+def put(store: Store, seen: BatchView, target: Path, *, merged: bool = False) -> tuple[Outputs | None, int]:
+    """Put the outputs of a batch that has ended; None when it has none. And how many requests in them failed.
+
+    `merged`: with those of the batches that it retries.
+    """
+    if merged:
+        from producers import merged as together
+
+        outputs, told = together.deliver(store, seen.id, target)
+        return outputs, told.failed
     # A batch whose own files were damaged fails without outputs; its reason is told.
     with contextlib.suppress(NoOutputs):
-        outputs = deliver(store, seen.id, target)
-    tell(seen, outputs, as_json=as_json)
-    return exits.of_batch(seen.status, seen.request_counts.failed)
+        return deliver(store, seen.id, target), seen.request_counts.failed
+    return None, seen.request_counts.failed
 
 
 @contextlib.contextmanager
@@ -101,7 +120,7 @@ def running_fleet(settings: Settings, seen: BatchView) -> Iterator[Callable[[Bat
 def tell(seen: BatchView, outputs: Outputs | None, *, as_json: bool) -> None:
     """How a batch ended, or stands, on stdout."""
     if as_json:
-        say.json(Ended(batch=seen, outputs=outputs).flat())
+        say.json(outcome(seen, outputs))
         return
     said = [wording.ending(seen)]
     named = [("speed", wording.speed(seen))]

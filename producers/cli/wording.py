@@ -1,14 +1,20 @@
-"""How a batch is put into words: statuses, reasons, durations, rates. Pure."""
+"""How a batch is put into words: statuses, reasons, durations, rates. Pure but for the clock of what is ahead."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from datetime import datetime
+
+from common.errors import UsageError
 from producers.batch_view import BatchView
 from producers.following import Pace, generated
+from producers.schedule import run_window
 
 #: What to say, and do, when a batch does not move.
 _REASONS = {
     "no_workers": "waiting: no worker serves {model}; start one: workers start --model {model}",
-    "no_coordinator": "waiting: no coordinator runs; start one: producers coordinate, or: producers fleet up",
+    "no_coordinator": "waiting: no coordinator runs; start one: producers coordinate",
     "loading_model": "loading model {model}",
     "starting_coordinator": "starting the coordinator",
     "starting_worker": "starting a worker of {model}",
@@ -18,16 +24,22 @@ _REASONS = {
     "broker_memory": "waiting: the broker is nearly full",
     "store_unreachable": "waiting: the store does not answer the coordinator",
     "state_unreachable": "the Redis of the live state does not answer the coordinator",
+    "paused": "paused: nothing is sent; let it go on: producers resume-dispatch {id}",
+    "scheduled": "waiting until {opens}",
 }
+_NO_FLEET = "waiting: the embedded fleet does not run; bring it back: producers resume"
 
 
-def reason(seen: BatchView) -> str | None:
-    """Why a batch does not move, or None."""
+def reason(seen: BatchView, *, embedded: bool = False) -> str | None:
+    """Why a batch does not move, or None. `embedded`: no broker is configured."""
     if seen.reason is None:
         return None
+    if seen.reason == "no_coordinator" and embedded:
+        return _NO_FLEET
     known = _REASONS.get(seen.reason)
     if known is not None:
-        return known.format(model=seen.model)
+        opens = "its hours" if seen.opens_at is None else when(seen.opens_at, time.time(), seen.run_between)
+        return known.format(model=seen.model, id=seen.id, opens=opens)
     return seen.reason.replace("_", " ") if seen.reason.isidentifier() else seen.reason
 
 
@@ -76,6 +88,38 @@ def ago(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
+def ahead(seconds: float) -> str:
+    """`in 12 s`, `in 5 min`, `in 3 h`; `now` for what is not ahead."""
+    return f"in {ago(seconds)}" if seconds > 0 else "now"
+
+
+def when(at: float, now: float, window: str | None = None) -> str:
+    """A time of day, with the date unless it comes within a day: `22:00 CET`, `2026-12-01 22:00 UTC`.
+
+    In the time zone of a daily window, where there is one, else in this machine's.
+    """
+    zone, name = None, None
+    if window is not None:
+        with contextlib.suppress(UsageError):
+            parsed = run_window(window)
+            zone, name = parsed.zone, parsed.zone_name
+    moment = datetime.fromtimestamp(at, zone) if zone is not None else datetime.fromtimestamp(at).astimezone()
+    text = f"{moment:%H:%M}" if 0 <= at - now < 20 * 3600 else f"{moment:%Y-%m-%d %H:%M}"
+    return f"{text} {name or moment.tzname() or ''}".rstrip()
+
+
+def standing(seen: BatchView, now: float) -> list[str]:
+    """What sets a batch apart from an ordinary one: its priority, its deadline, its tenant."""
+    said = []
+    if seen.priority != "normal":
+        said.append(f"priority {seen.priority}")
+    if seen.expires_at is not None and not seen.final:
+        said.append(f"due {ahead(seen.expires_at - now)}")
+    if seen.tenant != "default":
+        said.append(f"tenant {seen.tenant}")
+    return said
+
+
 def plain(text: str) -> str:
     """Text without characters that would steer a terminal."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
@@ -88,7 +132,7 @@ def rate(per_s: float, unit: str) -> str:
 
 def facts(seen: BatchView, pace: Pace) -> list[str]:
     """The facts beside the bar, the most telling first."""
-    said = []
+    said: list[str] = []
     if seen.request_counts.failed:
         said.append(f"{seen.request_counts.failed:,} failed")
     if pace.requests_per_s > 0:
@@ -99,14 +143,14 @@ def facts(seen: BatchView, pace: Pace) -> list[str]:
         said.append(f"{seen.usage.cache_hits:,} cache hits")
     if pace.left_s is not None and not seen.final:
         said.append(f"{duration(pace.left_s)} left")
-    return said
+    return [*said, *standing(seen, time.time())]
 
 
-def line(seen: BatchView, pace: Pace) -> str:
+def line(seen: BatchView, pace: Pace, *, embedded: bool = False) -> str:
     """The whole state in one line, for where there is no terminal."""
     counts = seen.request_counts
     said = [f"{seen.id} {status(seen)}", f"{seen.answered:,}/{counts.total:,} done", *facts(seen, pace)]
-    why = reason(seen)
+    why = reason(seen, embedded=embedded)
     return ", ".join([*said, *([why] if why else [])])
 
 
@@ -126,4 +170,6 @@ def speed(seen: BatchView) -> str | None:
     if seen.started_at is None or seen.finished_at is None or seen.finished_at <= seen.started_at:
         return None
     span = seen.finished_at - seen.started_at
-    return f"{rate(seen.answered / span, 'requests/s')}, {rate(generated(seen) / span, 'tokens/s')}"
+    # Of a batch that was cut, the failed are mostly those that never ran.
+    done = seen.answered if seen.status == "completed" else seen.request_counts.completed
+    return f"{rate(done / span, 'requests/s')}, {rate(generated(seen) / span, 'tokens/s')}"

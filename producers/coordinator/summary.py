@@ -68,7 +68,7 @@ def encode(
 ) -> bytes:
     """The bytes of the file."""
     elapsed = max(0.0, closed_at - started_at) if started_at is not None else 0.0
-    settled = assembled.completed + assembled.failed - batch.invalid
+    settled = assembled.completed + assembled.failed - assembled.missed - batch.invalid
     summary = Summary(
         id=batch.id,
         status=status,

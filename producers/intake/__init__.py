@@ -1,5 +1,6 @@
 """Intake: from a file of requests to a batch in the store, or to a report of every line that cannot be accepted."""
 
+from producers.intake.again import submit_again
 from producers.intake.options import Options
 from producers.intake.refusals import LineError, Rejected, Report
 from producers.intake.spool import recover, shard_of
@@ -13,6 +14,7 @@ __all__ = [
     "recover",
     "shard_of",
     "submit",
+    "submit_again",
     "submit_bytes",
     "submit_stream",
     "validate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,18 @@ def test_ctrl_c_leaves_the_fleet_at_work(shell: Shell) -> None:
     assert command.wait() == 130
     shell.run("watch", batch_id, "--output", "out")
     oracle.check(shell.folder / "out", batch_id, ["a", "b"], failed=[])
+
+
+def test_resume_brings_back_what_was_killed(shell: Shell) -> None:
+    path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "SLOW")])
+    batch_id = shell.run("submit", str(path), "--detach").out.strip()
+    os.kill(shell.run("fleet", "status", "--json").json["pid"], signal.SIGKILL)
+    wait_until(lambda: shell.run("fleet", "status", code=None).code == 3, 30, "the fleet is gone")
+    done = shell.run("resume", "--output", "out", "--json")
+    assert f"1 unfinished batch:\n  {batch_id} " in done.err
+    assert [(b["id"], b["status"]) for b in done.json["data"]] == [(batch_id, "completed")]
+    oracle.check(shell.folder / "out" / batch_id, batch_id, ["a", "b"], failed=[])
+    assert "nothing to resume" in shell.run("resume").err
 
 
 def test_partial_results_find_the_log_of_the_embedded_fleet(shell: Shell) -> None:

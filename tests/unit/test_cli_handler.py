@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import InvalidInput, Unreachable, UsageError
+from common.ids import new_batch_id
 from common.store import LocalStore
 from producers.cli import exits, say
 from producers.cli.handler import guard, run
@@ -182,6 +183,14 @@ def test_status_and_list_as_json_are_stable(store: LocalStore, capsys: pytest.Ca
         "started_at": stored.NOW,
         "finished_at": None,
         "updated_at": 0.0,
+        "tenant": "default",
+        "priority": "normal",
+        "paused": False,
+        "expires_at": None,
+        "not_before": None,
+        "run_between": None,
+        "opens_at": None,
+        "retry_of": None,
     }
     stored.heartbeat(store, time.time())
     newer = stored.batch(store)
@@ -207,6 +216,69 @@ def test_cancel_leaves_a_command_and_never_for_what_has_ended(
     assert run(["cancel", of.id]) == 0
     assert "nothing to cancel" in capsys.readouterr().out
     assert len(store.list(f"control/{of.id}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "command", "priority"),
+    [
+        (["pause"], "pause", None),
+        (["resume-dispatch"], "resume", None),
+        (["reprioritize", "--priority", "urgent"], "reprioritize", "urgent"),
+    ],
+)
+def test_commands_are_left_for_the_coordinator_and_only_while_they_mean_something(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], argv: list[str], command: str, priority: str | None
+) -> None:
+    of = stored.batch(store)
+    assert run([argv[0], of.id, *argv[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"id": of.id, "asked": True, "status": "queued"}
+    (name,) = store.list(f"control/{of.id}")
+    left = json.loads(store.read(f"control/{of.id}/{name}"))
+    assert (left["command"], left["priority"]) == (command, priority)
+    assert run([argv[0], of.id, *argv[1:]]) == 0
+    assert of.id in capsys.readouterr().out
+    for status in ("completed", "cancelling"):
+        stored.status(store, of, status)
+        assert run([argv[0], of.id, *argv[1:]]) == exits.INVALID
+        assert capsys.readouterr().err.startswith(f"producers: error: {of.id} is {status}: there is nothing to ")
+    assert run([argv[0], new_batch_id(), *argv[1:]]) == exits.INVALID
+    assert "no batch batch_" in capsys.readouterr().err
+    assert len(store.list(f"control/{of.id}")) == 2
+
+
+def test_a_priority_that_is_none_is_refused(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    of = stored.batch(store)
+    assert run(["reprioritize", of.id, "--priority", "huge"]) == exits.INVALID
+    assert "'huge' is not one of low, normal, high, urgent" in capsys.readouterr().err
+    assert run(["reprioritize", of.id]) == exits.INVALID
+    assert store.list("control") == []
+
+
+def test_only_what_has_ended_with_outputs_can_be_retried(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    of = stored.batch(store)
+    for status, said in (("in_progress", "retry it when it has ended"), ("failed", "failed as a whole")):
+        stored.status(store, of, status)
+        assert run(["retry", of.id]) == exits.INVALID
+        assert said in capsys.readouterr().err
+    stored.status(store, of, "completed", 10)
+    stored.outputs(store, of, set())
+    assert run(["retry", of.id]) == exits.INVALID
+    assert "nothing to retry, every request is answered" in capsys.readouterr().err
+    assert run(["results", of.id, "--merged"]) == exits.INVALID
+    assert "retries no other batch" in capsys.readouterr().err
+
+
+def test_resume_with_nothing_to_do_says_so(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    paused = stored.batch(store)
+    stored.status(store, paused, "queued", paused=True, reason="paused")
+    assert run(["resume"]) == 0
+    assert "nothing to resume" in capsys.readouterr().err
+    store.create_exclusive(f"active/0/{paused.id}", b"")
+    assert run(["resume", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"object": "list", "data": []}
+    assert "1 unfinished batch:" in shown.err
+    assert f"{paused.id} stays paused" in shown.err
 
 
 @pytest.mark.parametrize(
