@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulated_fleet import MODEL, SEQS, Fleet, step_s
+from common.plan import Window
 from common.settings import Scheduler
-from producers.batch import Batch, Input, Window
+from producers.batch import Batch, Input
 
 #: Tokens of an answer: log-normal with this median and spread, cut where `max_tokens` cuts.
 MEDIAN_TOKENS, SPREAD, MAX_TOKENS = 160, 0.7, 1024

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.messages import Kind
-from producers.batch import Window
+from common.plan import Window
 from producers.coordinator.row_states import Positions
 
 ENTRY = np.dtype([("place", "<u8"), ("length", "<u4"), ("rank", "<u4")])

@@ -34,10 +34,10 @@ from common.messages import (
     infer_queue,
     node_queue,
 )
-from common.plan import PLAN_DTYPE
+from common.plan import PLAN_DTYPE, Window
 from common.settings import Settings
 from common.store import Store
-from producers.batch import INVALID_DTYPE, Batch, Input, Status, Window, folder
+from producers.batch import INVALID_DTYPE, Batch, Input, Status, folder
 from producers.coordinator.broker_calls import BrokerTrouble, broker_calls
 from producers.coordinator.core import Core
 from producers.coordinator.service import Service

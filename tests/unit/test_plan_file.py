@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from common.errors import BatchmillError
 from common.ids import new_batch_id
 from common.messages import Row, decode_rows
-from common.plan import PlanReader
+from common.plan import PlanReader, Window
 from common.store import LocalStore
-from producers.batch import Batch, Input, Window
+from producers.batch import Batch, Input
 from producers.coordinator.batch_files import BatchFiles
 from producers.plan_file import InvalidWriter, PlanWriter
 

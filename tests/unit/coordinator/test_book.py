@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages import TOO_LATE, VERSION, Failure, Kind, Part, Results, infer_queue, node_queue
+from common.plan import Window
 from common.settings import Scheduler
-from producers.batch import Batch, Input, Window
+from producers.batch import Batch, Input
 from producers.coordinator import losses, packing
 from producers.coordinator.book import Book
 from producers.coordinator.packing import Capacity, Draft, Pick, Wait

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from producers.batch import Batch, Command, Input, Window
+from common.plan import Window
+from producers.batch import Batch, Command, Input
 from producers.coordinator.commands import Refusal, decision
 from producers.coordinator.dispatcher import CLOCK_SLACK_S, _not_after
 from producers.coordinator.progress import Progress, new_progress
