@@ -92,11 +92,11 @@ class RunWindow:
         if self.contains(now):
             return now
         today = datetime.fromtimestamp(now, self.zone).date()
-        for ahead in range(-1, 9):
-            for edge in self._openings(today + timedelta(days=ahead)):
-                if edge >= now and self.contains(edge):
-                    return edge
-        return now + 86400.0  # A zone without such an hour for a week does not exist.
+        # All of them: where the clock is put back early on a day is also found from the day before, and comes after
+        # that day's own beginning.
+        edges = [e for ahead in range(-1, 9) for e in self._openings(today + timedelta(days=ahead)) if e >= now]
+        # A zone without such an hour for a week does not exist.
+        return min(filter(self.contains, edges), default=now + 86400.0)
 
     def _openings(self, day: date) -> list[float]:
         """When it may begin on a day: at its start, or where the clock jumps into it."""

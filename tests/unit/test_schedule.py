@@ -92,6 +92,8 @@ def test_a_window_over_midnight_in_its_zone() -> None:
         # 02:00 to 03:00 comes twice.
         ("02:30-02:45", "2026-10-25T00:00", "2026-10-25T00:30"),
         ("02:30-02:45", "2026-10-25T01:00", "2026-10-25T01:30"),
+        # Back into the window, after its own beginning that day: the beginning is the sooner one.
+        ("00:00-02:01", "2026-10-24T00:01", "2026-10-24T22:00"),
     ],
 )
 def test_the_days_on_which_clocks_change(window: str, now: str, opens: str) -> None:
