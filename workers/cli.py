@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from common.errors import BatchmillError
+from workers.cache.cli import app as cache_app
 from workers.models.cli import app as models_app
 from workers.preflight.cli import check
 
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(models_app, name="models")
+app.add_typer(cache_app, name="cache")
 app.command()(check)
 
 

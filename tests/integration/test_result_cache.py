@@ -78,6 +78,32 @@ def test_the_second_time_it_answers_what_is_determined(
     client.close()
 
 
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_a_finished_batch_warms_the_cache(
+    tmp_path: Path, fleet_env: dict[str, str], processes: Processes, cache_server: RedisServer
+) -> None:
+    """Answers of a batch that knew of no cache are found by the next one, and only those that are determined."""
+    env = with_cache(fleet_env, cache_server)
+    processes.coordinator(env)
+    processes.worker(env, ECHO_MODEL)
+    source = write(tmp_path / "a.jsonl", [0.0] * 30 + [1.0] * 10)
+    first = submit(processes, env, source, tmp_path / "one", "--cache", "off")
+    argv = [sys.executable, "-m", "workers", "cache", "warm", "--from", first["id"], "--json"]
+    warm = processes.start("warm", argv, env)
+    assert warm.wait(60) == 0, warm.text
+    assert json.loads(warm.lines[-1]) == {
+        "batch": first["id"],
+        "model": ECHO_MODEL,
+        "lines": 40,
+        "written": 30,
+        "unmarked": 0,
+    }
+    second = submit(processes, env, source, tmp_path / "two")
+    assert second["usage"]["cache_hits"] == 30
+    one, two = answers(tmp_path / "one"), answers(tmp_path / "two")
+    assert [one[c]["response"]["body"] for c in one] == [two[c]["response"]["body"] for c in two]
+
+
 def test_a_cache_that_hangs_or_dies_stops_nobody(
     tmp_path: Path, fleet_env: dict[str, str], processes: Processes, cache_server: RedisServer
 ) -> None:

@@ -1,0 +1,179 @@
+"""`workers cache …` against a real Redis server."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from common.errors import Unreachable, UsageError
+from common.settings import load
+from tests.support.brokers import RedisServer, redis_server
+from workers.cache.key import Space
+from workers.cache.server import CacheServer
+from workers.cache.value import values
+from workers.cli import app
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def redis_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("cache-redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(redis_of_module: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheServer]:
+    """An empty cache, which the commands see too."""
+    (tmp_path / "models.yaml").write_text("models: {m@1: {source: /m}, m@2: {source: /m}, n@1: {source: /m}}\n")
+    for name, value in {
+        "MODELS": str(tmp_path / "models.yaml"),
+        "HOME": str(tmp_path / "home"),
+        "CACHE_URL": f"redis://:secret@127.0.0.1:{redis_of_module.port}/0",
+        "SECURITY_RESULTS_KEY": "ab" * 32,
+    }.items():
+        monkeypatch.setenv(f"BATCHMILL_{name}", value)
+    monkeypatch.chdir(tmp_path)
+    with redis_of_module.client(0) as client:
+        client.flushall()
+        client.config_set("maxmemory", 0)
+        client.execute_command("ACL", "SETUSER", "default", "on", "nopass", "~*", "&*", "+@all")
+    found = CacheServer(load(), 5)
+    found.configure()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def run() -> Run:
+    """Runs `workers cache …`: its text, its JSON with `--json`, or the error it ends in."""
+
+    def command(*argv: str) -> Any:
+        result = CliRunner().invoke(app, ["cache", *argv])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout) if "--json" in argv else result.stdout
+
+    return command
+
+
+def fill(server: CacheServer, count: int, model: str = "m@1", size: int = 300) -> dict[bytes, bytes]:
+    """Puts answers into the cache; what it holds then, by key."""
+    sealed, space = values(load()), Space(model, "f")
+    made: dict[bytes, bytes] = {}
+    for number in range(count):
+        key = space.key("default", 0, b'{"messages":[],"temperature":0,"seed":%d}' % number)
+        assert key is not None
+        made[key] = random.randbytes(size)
+    entries = [(key, sealed.pack(key, body)) for key, body in made.items()]
+    for at in range(0, count, 64):
+        server.put(entries[at : at + 64])
+    return made
+
+
+def held(server: CacheServer, keys: list[bytes]) -> dict[bytes, bytes | None]:
+    sealed = values(load())
+    found = server.get(keys)[1]
+    return {k: sealed.unpack(k, v) if v is not None else None for k, v in zip(keys, found, strict=True)}
+
+
+def test_what_is_exported_comes_back_elsewhere(
+    server: CacheServer, run: Run, tmp_path: Path, redis_of_module: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fill(server, 700) | fill(server, 5, "n@1")
+    with redis_of_module.client(0) as client:
+        client.set(b"bm:cache:" + b"x" * 48, "not ours")
+    assert run("export", "all.bin", "--json")["entries"] == 705
+    assert run("export", "n.bin", "--model", "n@1", "--json")["entries"] == 5
+    assert (tmp_path / "all.bin").stat().st_mode & 0o777 == 0o600
+    # Into another fleet, whose key is another.
+    monkeypatch.setenv("BATCHMILL_SECURITY_RESULTS_KEY", "cd" * 32)
+    for name, count in (("n.bin", 5), ("all.bin", 705)):
+        with redis_of_module.client(0) as client:
+            client.flushall()
+        assert run("import", name, "--json")["entries"] == count
+        assert server.facts().entries == count
+    assert held(server, list(made)) == made
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("harm", ["cut", "flip", "other"])
+def test_a_damaged_file_changes_nothing(server: CacheServer, run: Run, tmp_path: Path, harm: str) -> None:
+    fill(server, 2000, size=2000)
+    run("export", "all.bin")
+    run("clear", "--all")
+    file = tmp_path / "all.bin"
+    data = file.read_bytes()
+    at = len(data) - 200
+    harmed = {"cut": data[:at], "flip": data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], "other": b"{}\n"}[harm]
+    file.write_bytes(harmed)
+    with pytest.raises(UsageError, match=r"all\.bin: "):
+        run("import", "all.bin")
+    assert server.facts().entries == 0
+
+
+def test_export_and_import_hold_little_memory(server: CacheServer, run: Run) -> None:
+    """40 MB of answers go through less than a quarter of it."""
+    fill(server, 2000, size=20_000)
+    run("stats")
+    tracemalloc.start()
+    try:
+        run("export", "all.bin")
+        run("import", "all.bin")
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_clear_removes_a_model_and_nothing_else(server: CacheServer, run: Run) -> None:
+    one, two, other = fill(server, 30, "m@1"), fill(server, 20, "m@2"), fill(server, 10, "n@1")
+    epoch = server.get([])[0]
+    assert run("clear", "--model", "m@1", "--json") == {"model": "m@1", "removed": 30}
+    assert server.get([])[0] != epoch
+    assert set(held(server, list(one)).values()) == {None}
+    assert held(server, list(two)) == two
+    assert "20 entries removed" in run("clear", "--model", "m")
+    assert held(server, list(other)) == other
+    assert run("clear", "--all", "--json")["removed"] == 10
+    with pytest.raises(UsageError, match="no model 'x'"):
+        run("clear", "--model", "x")
+    for wrong in ((), ("--all", "--model", "m@1")):
+        with pytest.raises(UsageError, match="--model"):
+            run("clear", *wrong)
+
+
+def test_stats_tell_what_is_there(server: CacheServer, run: Run) -> None:
+    fill(server, 12)
+    server.count("m@1", {"hits": 3, "misses": 1, "written": 12})
+    found = run("stats", "--json")
+    assert found["models"] == {"m@1": {"hits": 3, "misses": 1, "written": 12}}
+    assert (found["entries"], found["policy"], found["capacity_bytes"]) == (12, "evicts", 1 << 30)
+    text = run("stats")
+    assert "75.0%" in text
+    assert "secret" not in text + found["url"]
+
+
+def test_what_cannot_be_reached_or_is_not_there_is_one_line(
+    server: CacheServer, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="no-such-file: No such file"):
+        run("import", "no-such-file")
+    with pytest.raises(UsageError, match=r"/proc/x\.bin"):
+        run("export", "/proc/x.bin")
+    with pytest.raises(UsageError, match="is not a batch id"):
+        run("warm", "--from", "x")
+    monkeypatch.setenv("BATCHMILL_CACHE_URL", "redis://:secret@127.0.0.1:1/0")
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1/0 does not answer") as caught:
+        run("stats")
+    assert "secret" not in str(caught.value)
+    monkeypatch.delenv("BATCHMILL_CACHE_URL")
+    with pytest.raises(UsageError, match=r"cache\.url is not set"):
+        run("stats")

@@ -1,0 +1,124 @@
+"""`workers cache stats|export|import|warm|clear`: the result cache, for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from common.errors import UsageError
+
+if TYPE_CHECKING:
+    from workers.cache.commands import Stats
+
+app = typer.Typer(help="The result cache: stats, export, import, warm, clear.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON on stdout")]
+File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False)]
+
+_POLICIES = {"evicts": "the server pushes out what is old", "counts": "the cache counts and pushes out what is old"}
+
+
+@app.command()
+def stats(json: AsJson = False) -> None:
+    """Show what the cache holds, and how often it answered."""
+    from workers.cache import commands
+
+    found = commands.stats()
+    if json:
+        _print_json(found)
+    else:
+        typer.echo("\n".join(_table(found)))
+
+
+@app.command("export")
+def export_entries(
+    file: File,
+    model: Annotated[str | None, typer.Option(help="only entries of NAME or NAME@VERSION")] = None,
+    json: AsJson = False,
+) -> None:
+    """Write the cache's entries to FILE, which appears once it is whole."""
+    from workers.cache import commands
+
+    count, size = commands.export(file, model)
+    if json:
+        _print_json({"file": str(file), "entries": count, "bytes": size})
+    else:
+        typer.echo(f"{file}: {count:,} entries, {size:,} bytes")
+
+
+@app.command("import")
+def import_entries(file: File, json: AsJson = False) -> None:
+    """Put the entries of an exported FILE into the cache. A damaged file changes nothing."""
+    from workers.cache import commands
+
+    count = commands.import_(file)
+    if json:
+        _print_json({"file": str(file), "entries": count})
+    else:
+        typer.echo(f"{file}: {count:,} entries imported")
+
+
+@app.command()
+def warm(
+    batch: Annotated[str, typer.Option("--from", metavar="BATCH_ID", help="a batch that has ended")],
+    json: AsJson = False,
+) -> None:
+    """Put the determined answers of a finished batch into the cache."""
+    from workers.cache import commands
+
+    done = commands.warm(batch)
+    if json:
+        _print_json(done)
+        return
+    typer.echo(f"{batch}: {done.written:,} of {done.lines:,} answers are determined and in the cache now")
+    if done.unmarked:
+        typer.echo(f"{done.unmarked:,} lines carry no fingerprint (an older release) and were left out", err=True)
+
+
+@app.command()
+def clear(
+    model: Annotated[str | None, typer.Option(help="NAME or NAME@VERSION")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="all models")] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove the entries of a model. Workers forget what they hold of it at once."""
+    if (model is None) is not everything:
+        raise UsageError("name the model to clear with --model, or say --all")
+    from workers.cache import commands
+
+    count = commands.clear(model)
+    if json:
+        _print_json({"model": model, "removed": count})
+    else:
+        typer.echo(f"{model or 'all models'}: {count:,} entries removed")
+
+
+def _table(found: Stats) -> list[str]:
+    share = found.bytes / found.capacity_bytes if found.capacity_bytes else 0.0
+    said = [
+        f"server      {found.url} ({_POLICIES[found.policy]})",
+        f"entries     {found.entries:,}",
+        f"memory      {_mb(found.bytes)} of {_mb(found.capacity_bytes)} ({share:.0%})",
+        f"pushed out  {found.evicted:,}",
+    ]
+    if found.models:
+        width = max(len("model"), *map(len, found.models))
+        said += ["", f"{'model':<{width}}  {'hits':>12}  {'misses':>12}  {'hit rate':>8}  {'written':>12}"]
+        for model, figures in found.models.items():
+            looked = figures.hits + figures.misses
+            rate = f"{figures.hits / looked:.1%}" if looked else "-"
+            said.append(
+                f"{model:<{width}}  {figures.hits:>12,}  {figures.misses:>12,}  {rate:>8}  {figures.written:>12,}"
+            )
+    return said
+
+
+def _mb(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MB"
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(msgspec.json.encode(value))
