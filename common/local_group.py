@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
 
-from common.store import Fence, LocalStore, RawFile, sync_folder
+from common.store import Fence, LocalStore, RawFile, make_folders, sync_folder, temporary_name
 
 #: From so many files on, the file system is synced as a whole. Below, what others write is not waited for.
 _MANY = 16
@@ -24,34 +24,54 @@ class LocalGroup:
         self._store = store
         self._fence = fence
         #: (path in the store, temporary file, where it will be).
-        self._made: list[tuple[str, Path, Path]] = []
+        self._made: list[tuple[str, str, str]] = []
+        self._folders: set[str] = set()
 
     @contextlib.contextmanager
     def open_write(self, path: str) -> Iterator[BinaryIO]:
-        target = self._store.local_path(path)
-        what = f"{path}: cannot be written"
-        with self._store.errors(what):
-            temporary = self._store.temporary(target)
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd, made, what = self._begin(path)
         try:
             with io.BufferedWriter(RawFile(fd, self._store, what), 1 << 16) as file:
                 yield cast(BinaryIO, file)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            _remove(made[1])
             raise
-        self._made.append((path, temporary, target))
+        self._made.append(made)
 
     def put(self, path: str, data: bytes) -> None:
         """A new file of the group, whole."""
-        with self.open_write(path) as file:
-            file.write(data)
+        fd, made, what = self._begin(path)
+        try:
+            with self._store.errors(what):
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+        except BaseException:
+            _remove(made[1])
+            raise
+        finally:
+            os.close(fd)
+        self._made.append(made)
+
+    def _begin(self, path: str) -> tuple[int, tuple[str, str, str], str]:
+        # Text, not `Path`s: this is done tens of thousands of times.
+        target = str(self._store.local_path(path))
+        folder = os.path.dirname(target)
+        what = f"{path}: cannot be written"
+        with self._store.errors(what):
+            if folder not in self._folders:
+                make_folders(Path(folder))
+                self._folders.add(folder)
+            temporary = f"{folder}/{temporary_name()}"
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return fd, (path, temporary, target), what
 
     def discard(self, folder: str) -> None:
         """Take the files of a folder out of the group."""
         kept = []
         for made in self._made:
             if made[0].startswith(f"{folder}/"):
-                made[1].unlink(missing_ok=True)
+                _remove(made[1])
             else:
                 kept.append(made)
         self._made = kept
@@ -67,21 +87,21 @@ class LocalGroup:
                 self._commit()
         finally:
             for _, temporary, _ in self._made:
-                temporary.unlink(missing_ok=True)
+                _remove(temporary)
             self._made = []
 
     def _commit(self) -> None:
         with self._store.errors("files cannot be written"):
             self._sync([temporary for _, temporary, _ in self._made], _sync_file)
             self._fence()
-            folders = dict.fromkeys(target.parent for _, _, target in self._made)
+            folders = dict.fromkeys(os.path.dirname(target) for _, _, target in self._made)
             for path, temporary, target in self._made:
                 with self._store.errors(f"{path}: cannot be written"):
-                    temporary.replace(target)
+                    os.replace(temporary, target)
             self._made = []
-            self._sync(list(folders), sync_folder)
+            self._sync(list(folders), lambda folder: sync_folder(Path(folder)))
 
-    def _sync(self, paths: list[Path], one: Callable[[Path], None]) -> None:
+    def _sync(self, paths: list[str], one: Callable[[str], None]) -> None:
         if len(paths) < _MANY or _syncfs is None:
             for path in paths:
                 one(path)
@@ -95,12 +115,17 @@ class LocalGroup:
             os.close(fd)
 
 
-def _sync_file(path: Path) -> None:
+def _sync_file(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 #: Linux has it; elsewhere every file is synced by itself.

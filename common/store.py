@@ -13,7 +13,6 @@ import io
 import os
 import shutil
 import socket
-import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,7 +127,7 @@ class LocalStore:
         self.url = str(self.root)
         try:
             with self.errors("cannot be opened"):
-                _make_folders(self.root)
+                make_folders(self.root)
                 if not self.root.is_dir():
                     raise Unreachable(f"store {self.root}: is not a folder")
         except FileNotFoundError as exc:  # where nobody can make a folder, such as /proc, or a link that leads nowhere
@@ -251,7 +250,7 @@ class LocalStore:
         """Rename a file or folder, whole and durable; does nothing when it is gone or `to` is there already."""
         source, target = self.local_path(path), self.local_path(to)
         with self.errors(f"{to}: cannot be written"):
-            _make_folders(target.parent)
+            make_folders(target.parent)
             try:
                 source.rename(target)
             except FileNotFoundError:
@@ -298,8 +297,8 @@ class LocalStore:
 
     def temporary(self, target: Path) -> Path:
         """A new name beside `target`, whose folder is made where it is missing."""
-        _make_folders(target.parent)
-        return target.parent / f"{_TEMPORARY}{_machine()}-{os.getpid()}-{uuid.uuid4().hex}"
+        make_folders(target.parent)
+        return target.parent / temporary_name()
 
     @contextlib.contextmanager
     def errors(self, what: str) -> Iterator[None]:
@@ -340,14 +339,19 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _make_folders(folder: Path) -> None:
+def make_folders(folder: Path) -> None:
     """A folder and all above it, each private and durable (`mkdir(parents=True)` makes only the last one private)."""
     if folder.is_dir():
         return
-    _make_folders(folder.parent)
+    make_folders(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(0o700)
         sync_folder(folder.parent)
+
+
+def temporary_name() -> str:
+    """A new name for a file that is being written; `sweep` knows by it whose it is."""
+    return f"{_TEMPORARY}{_machine()}-{os.getpid()}-{os.urandom(16).hex()}"
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from producers.coordinator.assembler import Assembler, Source
 from producers.coordinator.batch_files import BatchFiles, DamagedBatch
 from producers.coordinator.ledger import OFFSET_BITS, Reader
 from producers.coordinator.records import Exhausted, Type, decode
+from producers.coordinator.result_records import ResultRecords
 from producers.coordinator.segments import Record
 from producers.coordinator.service import ledger_folder
 from producers.outputs import ERRORS, OUTPUT, Outputs
@@ -105,7 +106,9 @@ def _write(store: Store, batch: Batch, snapshot: Snapshot, seen: BatchView, outp
     try:
         with tempfile.TemporaryDirectory(prefix="batchmill-") as scratch:
             source = Source(batch=batch, places=snapshot.places, cut=None, partial=True)
-            made = Assembler(source, reader, BatchFiles(store, batch), Path(scratch)).write(output, errors)
+            made = Assembler(source, ResultRecords(reader), BatchFiles(store, batch), Path(scratch)).write(
+                output, errors
+            )
     except DamagedBatch as exc:
         raise BatchmillError(f"{batch.id}: {exc.reason}") from None
     except FileNotFoundError:

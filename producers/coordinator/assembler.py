@@ -25,9 +25,9 @@ from common.messages import Row
 from common.store import FileGroup
 from producers.batch import Batch, folder
 from producers.coordinator.batch_files import BatchFiles
-from producers.coordinator.ledger import Reader
 from producers.coordinator.position_table import ERROR, OUTPUT, PositionTable
 from producers.coordinator.records import Exhausted, Type, decode, unpack_positions
+from producers.coordinator.result_records import Part, ResultRecords
 from producers.coordinator.row_states import Positions
 from producers.coordinator.segments import FRAME
 
@@ -60,23 +60,6 @@ class Stopped(Exception):
     """The assembly was given up because the coordinator stops; nothing of it is left."""
 
 
-class _Part(msgspec.Struct, array_like=True):
-    batch: str
-    pos: bytes
-    kind: bytes
-    length: bytes
-    #: A view into the record, so that its place is known and nothing is copied.
-    lines: memoryview
-    usage: msgspec.Raw
-
-
-class _Results(msgspec.Struct):
-    parts: list[_Part]
-
-
-_decode_results = msgspec.msgpack.Decoder(_Results).decode
-
-
 @dataclass(slots=True)
 class Assembled:
     """What was written."""
@@ -106,12 +89,13 @@ class Source:
 
 
 class Assembler:
-    """Assembles one batch; `reader` reads its ledger."""
+    """Assembles one batch out of the ledger's `records`."""
 
-    def __init__(self, source: Source, reader: Reader, files: BatchFiles, scratch: Path) -> None:
+    def __init__(self, source: Source, records: ResultRecords, files: BatchFiles, scratch: Path) -> None:
         self._source = source
         self._batch = source.batch
-        self._reader = reader
+        self._records = records
+        self._reader = records.reader
         self._files = files
         self._decisions: list[Exhausted] = []
         windows = [w for w in source.batch.windows if w.pos_end > w.pos_start]
@@ -160,11 +144,13 @@ class Assembler:
     def _locate(self) -> None:
         for place in self._source.places:
             self._let_go()
-            record = self._reader.read(place)
-            if record is None:
+            found = self._records.get(place, self._batch.id)
+            if found is None:
                 log.error("record_damaged", batch=self._batch.id, place=place)
-            elif record.type is Type.RESULTS:
-                self._locate_lines(place, record.payload)
+                continue
+            record, parts = found
+            if record.type is Type.RESULTS:
+                self._locate_lines(place, record.payload, parts)
             else:
                 decision = decode(record.type, record.payload)
                 if isinstance(decision, Exhausted):
@@ -173,10 +159,10 @@ class Assembler:
                     )
                     self._decisions.append(msgspec.structs.replace(decision, positions=b""))
 
-    def _locate_lines(self, place: int, payload: bytes) -> None:
+    def _locate_lines(self, place: int, payload: bytes, parts: list[Part]) -> None:
         base = _address(payload)
-        for part in _decode_results(payload).parts:
-            if part.batch != self._batch.id or not part.pos:
+        for part in parts:
+            if not part.pos:
                 continue
             positions = np.frombuffer(part.pos, dtype="<u4")
             if int(positions.max()) >= self._batch.planned:

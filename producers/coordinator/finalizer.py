@@ -33,6 +33,7 @@ from producers.coordinator.records import (
     encode,
     pack_positions,
 )
+from producers.coordinator.result_records import KEPT_BYTES, ResultRecords
 from producers.coordinator.status_files import StatusFiles
 
 log = get(__name__)
@@ -130,11 +131,12 @@ class Finalizer:
     def _write(self, group: list[Progress], ended: list[_Ended]) -> None:
         """Write the output files and summaries; a batch with a trouble of its own is left out of `ended`."""
         reader = Reader(self._core.ledger, owner=True)
+        records = ResultRecords(reader, KEPT_BYTES if len(group) > 1 else 0)
         try:
             with self._store.group(self._leadership.check) as files:
                 for progress in group:
                     try:
-                        done = self._write_one(progress, files, reader)
+                        done = self._write_one(progress, files, records)
                     except (OSError, DiskFull, Unreachable) as exc:
                         files.discard(folder(progress.id))
                         self._try_later(progress, exc)
@@ -148,11 +150,11 @@ class Finalizer:
         finally:
             reader.close()
 
-    def _write_one(self, progress: Progress, files: FileGroup, reader: Reader) -> _Ended | None:
+    def _write_one(self, progress: Progress, files: FileGroup, records: ResultRecords) -> _Ended | None:
         """Write one batch's files; None when it is not ended after all."""
         core = self._core
         try:
-            assembled = self._assemble(progress, files, reader)
+            assembled = self._assemble(progress, files, records)
         except MissingRows as missing:
             log.error("rows_reopened", batch=progress.id, rows=len(missing.positions))
             core.while_disk_full(
@@ -166,7 +168,7 @@ class Finalizer:
                 core.while_disk_full(functools.partial(core.decide, Failed(progress.id, damaged.reason, time.time())))
                 if not core.wait_durable(core.ledger.written):
                     raise Stopped from None
-                return self._write_one(progress, files, reader)
+                return self._write_one(progress, files, records)
             assembled = None  # Not even what is answered can be put in order.
         batch = progress.batch
         word = progress.outcome(assembled.missed if assembled is not None else 0)
@@ -190,7 +192,7 @@ class Finalizer:
             said.request_counts = Counts(batch.requests, assembled.completed, assembled.failed)
         return _Ended(progress, said)
 
-    def _assemble(self, progress: Progress, group: FileGroup, reader: Reader) -> Assembled:
+    def _assemble(self, progress: Progress, group: FileGroup, records: ResultRecords) -> Assembled:
         core = self._core
         with core.lock:
             source = Source(
@@ -201,7 +203,7 @@ class Finalizer:
                 stop=core.stop.is_set,
             )
         files = BatchFiles(self._store, progress.batch)
-        return Assembler(source, reader, files, core.ledger.folder).to_group(group)
+        return Assembler(source, records, files, core.ledger.folder).to_group(group)
 
     def _conclude(self, ended: list[_Ended]) -> None:
         """The final statuses stand: the batches are work no more, and need no records."""

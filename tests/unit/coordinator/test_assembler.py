@@ -21,6 +21,7 @@ from producers.coordinator.batch_files import BatchFiles, DamagedBatch
 from producers.coordinator.ledger import Ledger, Reader
 from producers.coordinator.records import Exhausted, Type, pack_positions
 from producers.coordinator.records import encode as encode_record
+from producers.coordinator.result_records import ResultRecords
 from tests.support.coordinators import failed_line, line_of, make_batch, part_of
 
 
@@ -51,7 +52,9 @@ class Written:
         output, errors = io.BytesIO(), io.BytesIO()
         try:
             given = Source(self.batch, self.places, cut, partial)
-            told = Assembler(given, reader, self.files, self.ledger.folder).write(output, errors)
+            told = Assembler(given, ResultRecords(reader, 1 << 16), self.files, self.ledger.folder).write(
+                output, errors
+            )
         finally:
             reader.close()
         return output.getvalue(), errors.getvalue(), told
@@ -209,7 +212,7 @@ def test_stopping_leaves_nothing(tmp_path: Path) -> None:
     reader = Reader(it.ledger)
     source = Source(it.batch, it.places, cut=None, stop=lambda: True)
     with pytest.raises(Stopped), it.store.group(lambda: None) as group:
-        Assembler(source, reader, it.files, it.ledger.folder).to_group(group)
+        Assembler(source, ResultRecords(reader), it.files, it.ledger.folder).to_group(group)
     reader.close()
     assert not it.store.exists(f"{folder(it.batch.id)}/output.jsonl")
     assert it.store.list(folder(it.batch.id)) == ["batch.json", "plan", "rows"]
