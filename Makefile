@@ -131,9 +131,13 @@ chaos: test-needs $(STAMPS)/dev ## ten minutes of random faults; CHAOS_S=… for
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m engine $(ARGS)
 
-.PHONY: bench-pipeline bench-fairness bench-vs-run-batch
+.PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-vs-run-batch
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
+bench-small-batches: test-needs $(STAMPS)/dev ## ten thousand batches of five requests against one of fifty thousand
+	@$(BIN)/python -m benchmarks.small_batches $(ARGS)
+bench-recovery: test-needs $(STAMPS)/dev ## what it costs when one of two workers is killed
+	@$(BIN)/python -m benchmarks.recovery $(ARGS)
 bench-fairness: $(STAMPS)/dev ## small batches behind a large one, and the use of 1, 8 and 64 workers, simulated
 	@$(BIN)/python -m benchmarks.fairness $(ARGS)
 bench-vs-run-batch: test-needs model $(STAMPS)/dev ## the warm fleet against vLLM's own batch command
