@@ -36,6 +36,8 @@ from producers.coordinator.usage import add_usage, usage_of_part
 NO_ANSWER = ("no_answer", "the worker gave no answer")
 #: Chunks given up that are remembered.
 _MOST_GIVEN_UP = 4096
+#: Chunks no longer out that a batch may remember.
+_SPARE_CHUNKS = 64
 #: Result messages of one chunk whose gaps are watched.
 _MOST_MESSAGES = 1 << 14
 
@@ -82,13 +84,14 @@ class Book:
 
     def window_used(self, lane: Lane) -> int:
         """Rows of a model version that are sent and not settled."""
-        used = 0
-        for batch_id in list(lane.started):
-            progress = self.batches[batch_id]
-            used += progress.outstanding
-            if progress.complete or not progress.sendable:
-                del lane.started[batch_id]
-        return used
+        for batch_id in lane.changed:
+            progress = self.batches.get(batch_id)
+            now, before = progress.outstanding if progress is not None else 0, lane.counted.pop(batch_id, 0)
+            lane.used += now - before
+            if now:
+                lane.counted[batch_id] = now
+        lane.changed.clear()
+        return lane.used
 
     # -- records ---------------------------------------------------------------------------------------------------
 
@@ -120,7 +123,8 @@ class Book:
             if again and taken is None:
                 self._take_from_retries(lane, piece.batch, rows)
             progress.next_pos = max(progress.next_pos, piece.end)
-            lane.started[piece.batch] = None
+            lane.changed.add(piece.batch)
+            self._note_chunk(progress, record.chunk)
             if progress.started_at is None:
                 progress.started_at = record.sent_at
             chunk.shares.append(Share(piece.batch, rows, piece.attempt, piece.losses, piece.alone))
@@ -169,6 +173,7 @@ class Book:
         progress = self.batches.get(decision.batch)
         if progress is None:
             return None
+        self.lane(progress.batch.model).changed.add(progress.id)
         match decision:
             case Cancelled() | Expired():
                 if progress.accepting and progress.cut is None:
@@ -195,7 +200,6 @@ class Book:
                 rows = unpack_positions(decision.positions)
                 progress.closed_at = None
                 progress.rows.reopen(rows)
-                self.lane(progress.batch.model).started[progress.id] = None
                 self._retry_open(progress, rows)
             case Failed():
                 progress.failure = decision.reason
@@ -246,6 +250,7 @@ class Book:
         except ValueError:
             outcome.unknown += len(rows)
             return
+        self.lane(progress.batch.model).changed.add(progress.id)
         accepted = merge.accepted
         taken = int(np.count_nonzero(accepted))
         failed = int(np.count_nonzero(merge.retry))
@@ -382,9 +387,14 @@ class Book:
         lane = self.lane(progress.batch.model)
         lane.retries = [r for r in lane.retries if r.batch != progress.id]
 
+    def _note_chunk(self, progress: Progress, chunk_id: str) -> None:
+        if len(progress.chunks) > 2 * len(self.out) + _SPARE_CHUNKS:
+            progress.chunks = {c: None for c in progress.chunks if c in self.out}
+        progress.chunks[chunk_id] = None
+
     def _withdraw(self, progress: Progress) -> None:
         self._withdraw_retries(progress)
-        for chunk in [c for c in self.out.values() if any(s.batch == progress.id for s in c.shares)]:
+        for chunk in [self.out[c] for c in progress.chunks if c in self.out]:
             chunk.shares = [s for s in chunk.shares if s.batch != progress.id]
             if not chunk.shares:
                 del self.out[chunk.id]

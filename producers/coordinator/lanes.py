@@ -108,8 +108,11 @@ class Lane:
     fresh: dict[str, None] = field(default_factory=dict)
     #: Those with such rows that may not: paused, before their time, outside their hours. Unix seconds of the next look.
     asleep: dict[str, float] = field(default_factory=dict)
-    #: Those with rows that were sent, until they are seen to be settled.
-    started: dict[str, None] = field(default_factory=dict)
+    #: Rows that are sent and not settled, of each batch that has any, and of all, as they were last counted.
+    counted: dict[str, int] = field(default_factory=dict)
+    used: int = 0
+    #: Batches that have changed since.
+    changed: set[str] = field(default_factory=set)
     #: Whose turn it is.
     fair: FairQueue = field(default_factory=FairQueue)
     #: Batches whose weight is not known to it yet, and when all were weighed (monotonic seconds).
@@ -125,8 +128,9 @@ class Lane:
 
     def drop(self, batch_id: str) -> None:
         """Forget a batch."""
-        for known in (self.batches, self.fresh, self.asleep, self.started):
+        for known in (self.batches, self.fresh, self.asleep):
             known.pop(batch_id, None)
+        self.changed.add(batch_id)
         self.unweighed.discard(batch_id)
         self.fair.forget(batch_id)
 

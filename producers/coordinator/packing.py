@@ -160,8 +160,10 @@ def draft(
     for batch_id in again:
         lane.fair.activate(batch_id, book.batches[batch_id].batch.tenant)
     ready = sum(len(r.positions) for mine in again.values() for r in mine)
-    unsent = _unsent(book, lane, wall, room.window + room.slots * room.target)
-    fresh = max(0, min(unsent, room.window - book.window_used(lane) + held))
+    left = room.window - book.window_used(lane) + held
+    # As many as may be sent and as make the end of the work are counted, no more: there may be many batches.
+    unsent = _unsent(book, lane, wall, max(left, room.slots * room.target) + 1)
+    fresh = max(0, min(unsent, left))
     if not ready and not fresh:
         lane.partial_since = None
         return Wait(min(until, now + _sleep_s(lane, wall)), idle=not unsent)
@@ -231,7 +233,10 @@ def _retire(lane: Lane, progress: Progress, wall: float) -> bool:
     """True when a batch has nothing fresh that may go out; it is put aside then."""
     if progress.unsent:
         # Rows that an earlier leader had answered already.
-        progress.next_pos = progress.rows.settled.full_until(progress.next_pos)
+        answered = progress.rows.settled.full_until(progress.next_pos)
+        if answered != progress.next_pos:
+            progress.next_pos = answered
+            lane.changed.add(progress.id)
     if progress.unsent and progress.dispatchable(wall):
         return False
     lane.fresh.pop(progress.id, None)

@@ -20,6 +20,8 @@ class Progress:
     rows: RowStates
     #: Every row below this was sent at least once.
     next_pos: int = 0
+    #: Chunks that may be out with rows of it.
+    chunks: dict[str, None] = field(default_factory=dict)
     #: Places of the ledger records that the assembler needs: 8 bytes a result message.
     places: array[int] = field(default_factory=lambda: array("Q"))
     usage: Usage = field(default_factory=Usage)

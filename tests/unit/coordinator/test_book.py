@@ -599,6 +599,8 @@ def test_reading_the_log_again_gives_the_same_book(seed: int) -> None:
             kinds = {p: Kind(rng.choice([1, 1, 1, 2, 3])) for p in rows}
             failure = Failure(rng.choice(["x", TOO_LATE]), "y") if rng.random() < 0.2 else None
             bench.answer(chunk, kinds, batch=batch, done=rng.random() < 0.4, seq=rng.randint(0, 2), failure=failure)
+        elif act < 0.9:
+            assert bench.book.window_used(bench.lane) == sum(p.outstanding for p in bench.book.batches.values())
         elif act < 0.97:
             bench.lose(chunk, convict=rng.random() < 0.5)
         else:
@@ -620,6 +622,8 @@ def test_reading_the_log_again_gives_the_same_book(seed: int) -> None:
         )
 
     assert waiting(again) == waiting(bench.book)
+    assert bench.book.window_used(bench.lane) == sum(p.outstanding for p in bench.book.batches.values())
+    assert again.window_used(again.lane(MODEL)) == sum(p.outstanding for p in again.batches.values())
     for name, progress in bench.book.batches.items():
         other = again.batches[name]
         every = np.arange(sizes[name], dtype=np.uint32)
