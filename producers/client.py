@@ -107,8 +107,7 @@ class Client:
             run_between=run_between,
         )
         opened = _opened(source)
-        if self.settings.broker.url is not None:
-            check_fleet(self.settings, self.store)
+        check_fleet(self.settings, self.store)
         if isinstance(opened, str):
             batch = intake.submit(opened, self.store, self.settings, self.models, options)
         else:
@@ -155,6 +154,7 @@ class Client:
         seen = look(self.store, batch_id)
         if not seen.final or seen.status == "failed":
             raise UsageError(f"{batch_id} is {seen.status}: only a batch that has ended with outputs can be retried")
+        check_fleet(self.settings, self.store)
         made = intake.submit_again(self.store, self.settings, read_batch(self.store, batch_id), Options(**options))
         self._see_to_a_fleet(made.model)
         return look(self.store, made.id)

@@ -53,8 +53,7 @@ def submit(wish: Wish) -> int:
     # Before anything is enqueued: answers that took hours must have a place to go.
     check_folder(wish.output or default_folder("batch"))
     store = surroundings.store_of(settings)
-    if settings.broker.url is not None:
-        check_fleet(settings, store)
+    check_fleet(settings, store)
     batch = take_in(wish, options, store, settings, registry)
     seen = look(store, batch.id)
     if not wish.detach:

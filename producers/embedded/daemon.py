@@ -31,12 +31,9 @@ from common.store import open_store
 from producers.embedded import demand, procfs, redis_server
 from producers.embedded.child import Child
 from producers.embedded.layout import Layout
+from producers.embedded.linger import linger
 from producers.embedded.lock import FileLock
 from producers.embedded.record import Record, WorkerState, read, write
-
-#: Seconds without anything to do after which the fleet ends; negative: never.
-DEFAULT_LINGER_S = 300.0
-LINGER_ENV = "BATCHMILL_FLEET_LINGER_S"
 
 #: Failures of a worker in a row after which nobody tries again unasked.
 GIVE_UP_AFTER = 3
@@ -393,15 +390,6 @@ def sweep(layout: Layout) -> int:
 
 def _python(module: str, *argv: str) -> list[str]:
     return [sys.executable, "-m", module, *argv]
-
-
-def linger(env: dict[str, str]) -> float:
-    """The linger time out of the environment; `UsageError` when it is no number."""
-    text = env.get(LINGER_ENV, "")
-    try:
-        return float(text) if text else DEFAULT_LINGER_S
-    except ValueError:
-        raise UsageError(f"{LINGER_ENV}: '{text}' is not a number of seconds") from None
 
 
 def has_gpu() -> bool:

@@ -28,6 +28,7 @@ from common.store import open_store
 from producers.embedded import demand, procfs, record, redis_server
 from producers.embedded.keys import NAMES, ensure_keys
 from producers.embedded.layout import Layout, layout
+from producers.embedded.linger import LINGER_ENV
 from producers.embedded.lock import FileLock, holder_pid, is_held
 from producers.embedded.record import Record, WorkerState
 
@@ -289,7 +290,7 @@ def _prepare(
         "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [env.get("PYTHONPATH")])]),
     }
     if linger_s is not None:
-        child_env["BATCHMILL_FLEET_LINGER_S"] = str(linger_s)
+        child_env[LINGER_ENV] = str(linger_s)
     text_of_models = b""
     with contextlib.suppress(OSError):
         text_of_models = Path(registry.where).read_bytes()

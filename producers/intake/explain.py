@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -77,6 +78,18 @@ def depth(line: bytes) -> int:
     opened = ((marks == ord("{")) | (marks == ord("["))).astype(np.int64)
     closed = (marks == ord("}")) | (marks == ord("]"))
     return int(np.cumsum(opened - closed).max(initial=0))
+
+
+def repeats_key(line: bytes, body: bytes, key: str) -> bool:
+    """True when a key stands twice in the object that a line is; `body`: the value in it that need not be looked at."""
+    last: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        # The line's own object is the last one whose end the parser comes to.
+        last[:] = [name for name, _ in pairs]
+
+    json.loads(line.replace(body, b"0", 1), object_pairs_hook=note)
+    return last.count(key) > 1
 
 
 def explain(exc: Exception, where: str = "") -> tuple[str, str]:

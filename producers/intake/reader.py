@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+#: Times the longest line that is taken, from which on a line without an end is not read any further.
+ENDLESS = 64
+
 
 class Lines(NamedTuple):
     """Consecutive lines without their line ends."""
@@ -13,6 +16,8 @@ class Lines(NamedTuple):
     lines: list[bytes | None]
     #: All of them are UTF-8; False: at least one is not.
     utf8: bool
+    #: The last one is so long that nothing after it was read: this is no file of lines.
+    endless: bool = False
 
 
 def read_lines(blocks: Iterable[bytes], longest: int) -> Iterator[Lines]:
@@ -33,6 +38,11 @@ def read_lines(blocks: Iterable[bytes], longest: int) -> Iterator[Lines]:
                 if held > longest + 1:
                     parts.clear()
                     skipping = True
+            else:
+                held += len(block)
+                if held > ENDLESS * longest:
+                    yield Lines([None], True, endless=True)
+                    return
             continue
         if parts:
             parts.append(block[:cut])

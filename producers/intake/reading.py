@@ -9,7 +9,7 @@ from typing import Self
 from common.errors import InvalidInput
 from producers.intake.duplicates import Duplicate, Duplicates
 from producers.intake.explain import Refused
-from producers.intake.reader import read_lines
+from producers.intake.reader import ENDLESS, read_lines
 from producers.intake.refusals import SHOWN, LineError, Refusal, Refusals, Report, ReportFile
 from producers.intake.rules import Rules
 from producers.intake.source import Source
@@ -77,7 +77,7 @@ class Reading:
         rows = self._rows
         number = index = size = cost_sum = 0
         window_end = WINDOW_ROWS
-        for lines, utf8 in read_lines(source.blocks(), self._rules.longest):
+        for lines, utf8, endless in read_lines(source.blocks(), self._rules.longest):
             if source.broken:
                 # What is left is the start of a line whose rest is lost: not that line's fault.
                 break
@@ -112,6 +112,11 @@ class Reading:
                     window_end = index + WINDOW_ROWS
                     size = 0
             self.requests, self._lines, self._cost = index, number, cost_sum
+            if endless:
+                self.fatal = (
+                    f"has a line of more than {ENDLESS * self._rules.longest} bytes: it is no file of JSON lines"
+                )
+                break
             if index > MAX_REQUESTS:
                 self.fatal = f"has more than {MAX_REQUESTS} requests; split it"
                 break

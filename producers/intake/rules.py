@@ -5,7 +5,8 @@ bounds the fields of a body have, as far as a wrong one could never be answered;
 judge, which answers one bad request with one error. Fields that are not named here pass untouched.
 
 - Fields besides those four are ignored: files often carry more for their owner's own use.
-- Of a key that stands twice in an object the last one counts, as it does for the engine (RFC 8259 leaves it open).
+- Of a key that stands twice in an object the last one counts, as it does for the engine (RFC 8259 leaves it open); only
+  `custom_id` may not, since nobody could tell whose answer it is.
 - NaN, Infinity, numbers out of a double's range, lone surrogates and bytes that are not UTF-8 are no JSON.
 - `stream` and `background` are refused: their answer is not the answer.
 """
@@ -31,6 +32,7 @@ from producers.intake.explain import (
     explain_body,
     explain_line,
     kind,
+    repeats_key,
     shown,
 )
 from producers.planner import prefix_key, token_cost
@@ -266,6 +268,8 @@ class Rules:
         whole = _decode_any(raw)
         if not isinstance(whole, dict):
             raise Refused("body", f"must be an object, is {kind(whole)}")
+        if line.count(b'"custom_id"') > 1 and repeats_key(line, bytes(raw), "custom_id"):
+            raise Refused("custom_id", "stands twice in the object")
         code = URL_CODE.get(head.url) if head.url is not None else self._short_form(whole)
         if code is None:
             raise Refused("url", f"{shown(head.url or '')} is not supported; supported are {', '.join(URLS)}")

@@ -30,6 +30,8 @@ _ZSTD_PIECE = 1 << 10
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPABLE = tuple(bytes((0x50 + n, 0x2A, 0x4D, 0x18)) for n in range(16))
+#: /dev/null, as Linux numbers it.
+_NULL = os.makedev(1, 3)
 _FOREIGN = (
     (b"BZh", "bzip2 data; unpack it first (bunzip2), or use .gz or .zst"),
     (b"\xfd7zXZ", "xz data; unpack it first (unxz), or use .gz or .zst"),
@@ -172,6 +174,7 @@ class _LocalFile(Source):
 
     def __init__(self, path: Path) -> None:
         raw = io.FileIO(path)
+        _check_ends(raw, str(path))
         super().__init__(str(path), raw)
         self._path = path
         self._before = _identity(os.fstat(raw.fileno()))
@@ -244,7 +247,9 @@ def open_source(source: str) -> Source:
     if source == "-":
         # A copy of the descriptor: closing the source must not close the process's standard input.
         try:
-            return Source("standard input", io.FileIO(os.dup(0)))
+            raw = io.FileIO(os.dup(0))
+            _check_ends(raw, "standard input")
+            return Source("standard input", raw)
         except OSError as exc:
             raise UsageError(f"standard input: {_plain_reason(exc)}") from None
     if "://" in source and not source.startswith("file://"):
@@ -276,6 +281,15 @@ def _without_bom(blocks: Iterator[bytes]) -> Iterator[bytes]:
     if first:
         yield first
     yield from blocks
+
+
+def _check_ends(raw: io.FileIO, name: str) -> None:
+    """`UsageError` for a device, whose bytes may have no end; a terminal and the empty one have."""
+    facts = os.fstat(raw.fileno())
+    endless = stat.S_ISCHR(facts.st_mode) and facts.st_rdev != _NULL and not raw.isatty()
+    if endless or stat.S_ISBLK(facts.st_mode):
+        raw.close()
+        raise UsageError(f"{name}: is a device; name a file")
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int, int, int]:

@@ -268,6 +268,19 @@ def test_only_what_has_ended_with_outputs_can_be_retried(store: LocalStore, caps
     assert "retries no other batch" in capsys.readouterr().err
 
 
+def test_a_wrong_linger_time_is_told_before_anything_is_enqueued(
+    store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"custom_id":"a","body":{"prompt":"x"}}\n')
+    (tmp_path / "models.yaml").write_text("default: m@1\nmodels:\n  m@1:\n    source: x\n")
+    monkeypatch.setenv("BATCHMILL_MODELS", "models.yaml")
+    for wrong in ("abc", "nan"):
+        monkeypatch.setenv("BATCHMILL_FLEET_LINGER_S", wrong)
+        assert run(["submit", "in.jsonl", "-d"]) == exits.INVALID
+        assert f"BATCHMILL_FLEET_LINGER_S: '{wrong}' is not a number of seconds" in capsys.readouterr().err
+    assert store.list("batches") == []
+
+
 def test_resume_with_nothing_to_do_says_so(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
     paused = stored.batch(store)
     stored.status(store, paused, "queued", paused=True, reason="paused")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidInput, Unreachable, UsageError
 from producers.intake import source as source_module
-from producers.intake.reader import read_lines
+from producers.intake.reader import ENDLESS, read_lines
 from producers.intake.source import open_source, open_stream
 
 text = st.lists(st.sampled_from([b"a", b"\n", b"\r\n", b"\r", b"\xff", "é\u2028\u0085".encode(), b"bb"])).map(b"".join)
@@ -76,6 +76,29 @@ def test_a_long_line_is_let_go_as_it_is_read() -> None:
         held = max([held, *(len(line or b"") for line in lines.lines)])
     assert held <= 5000
     assert lines_of(blocks(), 5000) == [b"first", None, b"last"]
+
+
+def test_a_line_without_an_end_is_given_up() -> None:
+    read = 0
+
+    def blocks() -> Iterator[bytes]:
+        nonlocal read
+        yield b"first\n"
+        while True:
+            read += 1000
+            yield b"\0" * 1000
+
+    found = list(read_lines(blocks(), 5000))
+    assert [(lines.lines, lines.endless) for lines in found] == [([b"first"], False), ([None], True)]
+    assert read <= (ENDLESS + 1) * 5000
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/urandom"])
+def test_a_device_is_no_file(path: str) -> None:
+    with pytest.raises(UsageError, match="is a device; name a file"):
+        open_source(path)
+    with open_source("/dev/null") as empty:
+        assert list(empty.blocks()) == []
 
 
 DATA = b"".join(b'{"custom_id":"%d","body":{}}\n' % n for n in range(40_000))

@@ -182,6 +182,25 @@ def test_a_bad_line_is_refused_with_field_and_reason(data: bytes, field: str, re
     assert len(caught.value.reason) < 300
 
 
+@pytest.mark.parametrize(
+    ("data", "twice"),
+    [
+        (b'{"custom_id":"a","custom_id":"b","body":{"prompt":"x"}}', True),
+        (b'{"custom_id":"a","body":{"prompt":"x"},"custom_id" :"a"}', True),
+        (b'{"custom_id":"custom_id","body":{"prompt":"x"}}', False),
+        (b'{"custom_id":"a","body":{"prompt":"x","metadata":{"custom_id":"b"}}}', False),
+        (b'{"custom_id":"a","mine":{"custom_id":"b"},"body":{"prompt":"\\"custom_id\\""}}', False),
+        (b'{"mine":[{"custom_id":"b","custom_id":"c"}],"custom_id":"a","body":{"prompt":"x"}}', False),
+    ],
+)
+def test_a_line_has_one_custom_id(data: bytes, twice: bool) -> None:
+    if not twice:
+        assert rules().check(data) is not None
+        return
+    with pytest.raises(Refused, match="custom_id: stands twice in the object"):
+        rules().check(data)
+
+
 GOOD: list[tuple[str, bytes, str]] = [
     ("the short form, chat", line(chat()), "/v1/chat/completions"),
     ("the short form, completion", line({"prompt": "x"}), "/v1/completions"),
@@ -268,7 +287,7 @@ def test_bodies_hold_no_line_ends() -> None:
 
 def test_the_last_of_two_equal_keys_counts() -> None:
     """As in Python's json, so intake judges what the engine will see."""
-    data = b'{"custom_id":"a","custom_id":"b","body":{"max_tokens":-1,"max_tokens":3,' + MESSAGES.encode() + b"}}"
+    data = b'{"custom_id":"b","body":{"max_tokens":-1,"max_tokens":3,' + MESSAGES.encode() + b"}}"
     with pytest.raises(Refused, match="must be at least 1"):  # a wrong one is wrong wherever it stands
         rules().check(data)
     checked = rules().check(data.replace(b"-1", b"9"))

@@ -241,7 +241,7 @@ def test_a_worker_started_by_hand_has_no_supervisor(monkeypatch: pytest.MonkeyPa
 
 
 def test_help_is_quick_and_loads_no_engine() -> None:
-    script = "import sys; from workers.cli import main; sys.argv = ['workers', '--help']\n"
+    script = "import sys; from workers.cli import main; sys.argv = ['workers', '-h']\n"
     script += "try: main()\nexcept SystemExit: pass\n"
     script += "print([m for m in ('vllm', 'torch', 'celery', 'kombu', 'numpy') if m in sys.modules])"
     done = subprocess.run([*PYTHON, script], capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
