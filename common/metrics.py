@@ -20,6 +20,8 @@ REQUESTS_IN_FLIGHT = Gauge(
     "batchmill_requests_in_flight", "Requests dispatched and not logged: the window in use.", ["model"]
 )
 CHUNKS_SENT = Counter("batchmill_chunks_sent", "Chunks published to workers.", ["model"])
+CHUNKS_COPIED = Counter("batchmill_chunks_copied", "Rests of slow chunks sent to idle workers too.", ["model"])
+WINDOW = Gauge("batchmill_window_requests", "Requests that may be with workers at a time.", ["model"])
 CHUNKS_LOST = Counter("batchmill_chunks_lost", "Chunks given up and sent again.", ["model"])
 RESULTS_LOGGED = Counter("batchmill_results_logged", "Results logged by the coordinator.", ["kind"])
 RESULTS_REPEATED = Counter("batchmill_results_repeated", "Results that were there already, or came too late.")
@@ -58,6 +60,8 @@ CATALOGUE = (
     REQUESTS_IN_FLIGHT,
     CHUNKS_SENT,
     CHUNKS_LOST,
+    CHUNKS_COPIED,
+    WINDOW,
     RESULTS_LOGGED,
     RESULTS_REPEATED,
     MESSAGES_REFUSED,

@@ -113,6 +113,7 @@ class Dispatcher:
             if lane is None:
                 return 3600.0
             room = self._sizes.capacity(model, core.workers, lane.times.median)
+            metrics.WINDOW.labels(model=model).set(room.window)
             now, wait_s = time.monotonic(), self._settings.scheduler.timeout_ms / 1000
             wall = time.time()
             drafted = packing.draft(core.book, lane, room, now, wall, wait_s, self._weights)
@@ -197,7 +198,9 @@ class Dispatcher:
                 core.ledger.append(Type.DISPATCH, encoded, {p.batch for p in kept})
                 again = [(p.retry, p.positions) for p in kept if p.retry is not None]
                 core.book.sent(record, time.monotonic(), again, published=False)
-                if not drafted.copy_of:
+                if drafted.copy_of:
+                    metrics.CHUNKS_COPIED.labels(model=model).inc()
+                else:
                     packing.charge(core.book, lane, kept)
                 core.dirty.update(p.batch for p in kept)
 

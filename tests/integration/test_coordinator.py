@@ -124,6 +124,25 @@ def test_the_window_bounds_what_waits_in_the_broker(fast: Settings, store: Store
     check_outputs(store, batch)
 
 
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_a_small_batch_waits_for_no_more_than_the_window(fast: Settings, store: Store, broker: Broker) -> None:
+    large = make_batch(store, 5000)
+    with coordinating(fast, store) as running, FakeWorker(fast) as worker:
+        worker.gate.clear()
+        assert worker.holding.wait(10)
+        progress = running.core.book.batches[large.id]
+        wait_until(lambda: progress.outstanding >= 200, 10, "chunks of the large one are out", 0.01)
+        small = make_batch(store, 60)
+        wait_until(lambda: small.id in running.core.book.batches, 10, "the small one is taken up", 0.01)
+        out = progress.outstanding
+        worker.gate.set()
+        wait_status(store, small, "completed")
+        wait_status(store, large, "completed", timeout=90)
+    before = max(n for n, (batch_id, _) in enumerate(worker.answered) if batch_id == small.id)
+    # What was out already, and at most one chunk of the large one beside those of the small one.
+    assert before <= out + 60 + 2 * 50
+
+
 def test_errors_are_final_retries_are_repeated_and_the_last_line_stands(fast: Settings, store: Store) -> None:
     settings = msgspec.structs.replace(fast, scheduler=msgspec.structs.replace(fast.scheduler, retry_times=1))
 

@@ -6,6 +6,7 @@ import contextlib
 
 import msgspec
 
+from common import metrics
 from common.live import LiveState
 from common.messages import infer_queue
 from common.settings import Settings
@@ -28,6 +29,7 @@ def test_a_slow_workers_rest_is_answered_by_an_idle_one(
     start_worker("--name", "fast", BATCHMILL_ECHO_LATENCY_MS=50)
     # Without second copies, the batch would wait for this one until long after the test has failed.
     start_worker("--name", "slow", BATCHMILL_ECHO_LATENCY_MS=600_000)
+    copied = metrics.CHUNKS_COPIED.labels(model=ECHO_MODEL)._value.get()
     batch = make_batch(store, 1000, body=chat("hello"))
     with coordinating(settings, store):
         wait_status(store, batch, "completed", timeout=90)
@@ -36,6 +38,7 @@ def test_a_slow_workers_rest_is_answered_by_an_idle_one(
         assert status.request_counts.completed == 1000
         # What the slow one had taken, and no more than that.
         assert 0 < status.resent < 500
+        assert metrics.CHUNKS_COPIED.labels(model=ECHO_MODEL)._value.get() > copied
         # It was told that nobody waits for it, and acknowledged what it had.
         with contextlib.closing(LiveState(settings)) as live:
             wait_until(lambda: not any(w.running + w.waiting for w in live.workers()), 30, "the slow worker is idle")
