@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,6 +28,15 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     disk_gb: float = 0.0
 
 
+class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How fast one worker of this model is with a full batch, and what it costs, for `producers analyze`."""
+
+    prompt_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)]
+    output_tokens_per_s: Annotated[float, msgspec.Meta(gt=0)]
+    cost_per_hour: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    currency: str = "USD"
+
+
 class ModelVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of models.yaml."""
 
@@ -42,6 +51,8 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hardware: Hardware = msgspec.field(default_factory=Hardware)
     #: Which answers the result cache keeps: `determined`, `all` (sampled ones too), or `off`.
     cache: Literal["determined", "all", "off"] = "determined"
+    #: Measured rates, for estimates; None: no estimate of time and cost.
+    rates: Rates | None = None
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

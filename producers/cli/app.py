@@ -185,6 +185,34 @@ def validate(
 
 
 @app.command()
+def analyze(
+    file: FileArgument,
+    model: ModelOption = None,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option("--kv-tokens", metavar="N", min=1, help="Tokens of the KV cache. (default: by models.yaml)"),
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option("--block-tokens", metavar="N", min=1, help="Tokens of a block of it. (default: by models.yaml)"),
+    ] = None,
+    max_tokens_default: MaxTokensOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """What a file will cost: tokens, shared prefixes, duplicates, what caches save. Runs nothing, needs no GPU."""
+    from producers.cli.analyze import analyze
+
+    return analyze(
+        file,
+        model=model,
+        kv_tokens=kv_tokens,
+        block_tokens=block_tokens,
+        max_tokens_default=max_tokens_default,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def status(batch_id: IdArgument, as_json: JsonOption = False) -> int:
     """Where a batch stands."""
     from producers.cli.batches import status

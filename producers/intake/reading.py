@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from common.errors import InvalidInput
 from producers.intake.duplicates import Duplicate, Duplicates
@@ -13,7 +13,7 @@ from producers.intake.reader import ENDLESS, read_lines
 from producers.intake.refusals import SHOWN, LineError, Refusal, Refusals, Report, ReportFile
 from producers.intake.rules import Rules
 from producers.intake.source import Source
-from producers.plan_file import InvalidWriter, PlanWriter, WindowRow
+from producers.plan_file import InvalidWriter, WindowRow
 from producers.planner import WINDOW_BYTES, WINDOW_ROWS
 
 #: Called now and then with bytes read (before decompression) and lines.
@@ -24,6 +24,14 @@ _ROW_EXTRA = 32
 
 #: Rows, plans and results keep an index in 32 bits.
 MAX_REQUESTS = 2**32 - 1
+
+
+class Windows(Protocol):
+    """Takes the valid rows of a file, window by window; `plan_file.PlanWriter`."""
+
+    def add(self, rows: Sequence[WindowRow], index_start: int, index_end: int, /) -> None:
+        """A window; all its rows have indexes in `[index_start, index_end)`."""
+        ...
 
 
 class Reading:
@@ -70,7 +78,7 @@ class Reading:
         self._duplicates.close()
         self._refusals.close()
 
-    def run(self, writer: PlanWriter | None) -> None:
+    def run(self, writer: Windows | None) -> None:
         """Read to the end; rows go to `writer` window by window, as long as the batch may still come to be."""
         check = self._rules.check
         source = self._source
@@ -137,7 +145,7 @@ class Reading:
                 if not self.requests:
                     self.fatal = "has no requests in it"
 
-    def _close_window(self, writer: PlanWriter | None, index_end: int) -> None:
+    def _close_window(self, writer: Windows | None, index_end: int) -> None:
         rows = self._rows
         repeats = self._duplicates.add_window(
             [row[:3] for row in rows],

@@ -184,6 +184,16 @@ _ENDPOINTS: dict[str, _Endpoint] = {
 _BY_CODE = [_ENDPOINTS[url] for url in URLS]
 
 
+def answer_cost(url: int, body: bytes, cost: int) -> int:
+    """What the answer makes of the `cost` of a valid request, in tokens."""
+    return max(0, cost - token_cost(_prompt_bytes(_BY_CODE[url], Raw(body)), 0))
+
+
+def _prompt_bytes(endpoint: _Endpoint, raw: Raw) -> int:
+    parts = msgspec.structs.astuple(endpoint.prompt(raw))
+    return sum(map(len, map(bytes, parts))) + len(parts) - 1
+
+
 class Head(msgspec.Struct, gc=False):
     """The line around the body."""
 
