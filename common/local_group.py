@@ -15,6 +15,7 @@ from common.store import Fence, LocalStore, RawFile, make_folders, sync_folder, 
 
 #: From so many files on, the file system is synced as a whole. Below, what others write is not waited for.
 _MANY = 16
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class LocalGroup:
@@ -25,7 +26,6 @@ class LocalGroup:
         self._fence = fence
         #: (path in the store, temporary file, where it will be).
         self._made: list[tuple[str, str, str]] = []
-        self._folders: set[str] = set()
 
     @contextlib.contextmanager
     def open_write(self, path: str) -> Iterator[BinaryIO]:
@@ -59,11 +59,12 @@ class LocalGroup:
         folder = os.path.dirname(target)
         what = f"{path}: cannot be written"
         with self._store.errors(what):
-            if folder not in self._folders:
-                make_folders(Path(folder))
-                self._folders.add(folder)
             temporary = f"{folder}/{temporary_name()}"
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(temporary, _NEW, 0o600)
+            except FileNotFoundError:
+                make_folders(Path(folder))
+                fd = os.open(temporary, _NEW, 0o600)
         return fd, (path, temporary, target), what
 
     def discard(self, folder: str) -> None:

@@ -201,10 +201,14 @@ class LocalStore:
     def delete(self, path: str) -> None:
         target = self.local_path(path)
         with self.errors(f"{path}: cannot be removed"):
-            if target.is_dir():
+            try:
+                os.unlink(target)
+            except FileNotFoundError:
+                return
+            except (IsADirectoryError, PermissionError):  # which of them, for a folder, depends on the system
+                if not target.is_dir():
+                    raise
                 shutil.rmtree(target, onerror=_unless_gone)
-            else:
-                target.unlink(missing_ok=True)
 
     def open_read(self, path: str) -> BinaryIO:
         with self.errors(f"{path}: cannot be read"):

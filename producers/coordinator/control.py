@@ -30,6 +30,7 @@ log = get(__name__)
 #: Seconds between looks for new work (an object store bills every look).
 PERIOD_S = 0.2
 PERIOD_OBJECT_STORE_S = 2.0
+MOST_PERIOD_S = 2.0
 #: Seconds between looks for batches whose submit was killed just before their marker.
 RECOVER_S = 60.0
 #: Seconds between two status files of a batch whose status word did not change.
@@ -81,6 +82,7 @@ class Control:
         #: Models whose gauge was set.
         self._gauged: set[str] = set()
         self._looked_at = float("-inf")
+        self._look_again_s = 0.0
         self._recovered_at = float("-inf")
 
     def run(self) -> None:
@@ -111,9 +113,11 @@ class Control:
             self._recovered_at = now
             recover(self._store)
             self._commands.clear_late()
-        if now - self._looked_at >= self._period:
+        if now - self._looked_at >= max(self._period, self._look_again_s):
             self._looked_at = now
             self.open_new()
+            # With very many batches a look takes a while: a twentieth of the time, at most.
+            self._look_again_s = min(MOST_PERIOD_S, 20 * (time.monotonic() - now))
             self._commands.fold()
             self._cuts.expire(time.time())
         self._close_complete()
