@@ -31,6 +31,9 @@ from producers.coordinator.weights import Weights
 
 log = get(__name__)
 
+#: Seconds for which a batch is left alone whose rows could not be read.
+UNREADABLE_S = 3.0
+
 
 #: Seconds after the last deadline in a chunk until workers give it back: their clocks may differ from ours by that.
 CLOCK_SLACK_S = 60.0
@@ -123,15 +126,9 @@ class Dispatcher:
                 drafted = copy or drafted
         if isinstance(drafted, Wait):
             return drafted.until - now
-        try:
-            picks = self._read_sizes(drafted.picks)
-            if picks:
-                self._send(model, drafted._replace(picks=picks))
-        except (OSError, Unreachable) as exc:
-            log.error("rows_unreadable", error=type(exc).__name__)
-            core.trouble("store_unreachable", "dispatcher", True)
-            return 1.0
-        core.trouble("store_unreachable", "dispatcher", False)
+        picks = self._read_sizes(drafted.picks)
+        if picks:
+            self._send(model, drafted._replace(picks=picks))
         return 0.0
 
     def _idle(self, nodes: Sequence[str]) -> Sequence[str]:
@@ -158,7 +155,7 @@ class Dispatcher:
                 picks.append(pick)
                 sizes.append(size)
                 costs.append(cost)
-            except (DamagedBatch, KeyError) as exc:
+            except (DamagedBatch, KeyError, OSError, Unreachable) as exc:
                 self._fail(pick.batch, exc)
         kept = packing.trim(picks, sizes, self._settings.scheduler.chunk_bytes)
         # As many as were picked, or fewer, in the same order.
@@ -172,7 +169,7 @@ class Dispatcher:
             try:
                 files = self._files_of(pick.batch)
                 rows = files.rows(pick.positions)
-            except (DamagedBatch, KeyError) as exc:
+            except (DamagedBatch, KeyError, OSError, Unreachable) as exc:
                 self._fail(pick.batch, exc)
                 continue
             start, end = int(pick.positions[0]), int(pick.positions[-1]) + 1
@@ -203,6 +200,9 @@ class Dispatcher:
                 else:
                     packing.charge(core.book, lane, kept)
                 core.dirty.update(p.batch for p in kept)
+                for progress in mine:
+                    if progress is not None:
+                        progress.trouble = None
 
         if not core.while_disk_full(log_it) or batch is None:
             return
@@ -275,11 +275,21 @@ class Dispatcher:
             files = self._files[batch_id] = BatchFiles(self._store, batch)
         return files
 
-    def _fail(self, batch_id: str, exc: DamagedBatch | KeyError) -> None:
+    def _fail(self, batch_id: str, exc: Exception) -> None:
+        """A batch whose files are damaged ends; one whose files cannot be read waits, and no other waits with it."""
+        core = self._core
         if isinstance(exc, DamagedBatch):
             log.error("batch_damaged", batch=batch_id, reason=exc.reason)
-            decision = Failed(batch_id, exc.reason, time.time())
-            self._core.while_disk_full(functools.partial(self._core.decide, decision))
+            core.while_disk_full(functools.partial(core.decide, Failed(batch_id, exc.reason, time.time())))
+        elif not isinstance(exc, KeyError):
+            log.error("rows_unreadable", batch=batch_id, error=type(exc).__name__)
+            with core.lock:
+                progress = core.book.batches.get(batch_id)
+                if progress is not None:
+                    progress.unreadable_until = time.time() + UNREADABLE_S
+                    progress.trouble = "store_unreachable"
+                    core.dirty.add(batch_id)
+            core.control.set()
 
 
 def _not_after(batches: list[Progress]) -> float:

@@ -36,8 +36,10 @@ class Progress:
     closed_at: float | None = None
     #: Why the batch cannot be processed.
     failure: str | None = None
-    #: What keeps the end of this batch alone from being written; said beside its status.
+    #: A trouble with this batch's own files; said beside its status.
     trouble: str | None = None
+    #: Its rows could not be read a moment ago: they are left alone until then (Unix seconds).
+    unreadable_until: float = 0.0
     #: Final status, once the outputs stand.
     final: str | None = None
     #: A person said that nothing more is to be sent for now.
@@ -81,8 +83,8 @@ class Progress:
         return self.window is not None or self.batch.not_before is not None
 
     def opens(self, now: float) -> float:
-        """From when on its submitter lets rows of it go out, `now` or later (Unix seconds)."""
-        at = max(now, self.batch.not_before or 0.0)
+        """From when on rows of it may go out, `now` or later (Unix seconds): by its submitter, and by its files."""
+        at = max(now, self.batch.not_before or 0.0, self.unreadable_until)
         return at if self.window is None else self.window.opens(at)
 
     @property
