@@ -129,8 +129,8 @@ class LiveState:
             self._redis.srem("bm:workers", *gone)
         return [msgspec.json.decode(f, type=WorkerFacts) for f in found if f]
 
-    def mark_cancelled(self, batch_id: str, ttl_s: int = 24 * 3600) -> None:
-        """Let workers abort what they run of a batch."""
+    def mark_cancelled(self, batch_id: str, ttl_s: int = 7 * 24 * 3600) -> None:
+        """Let workers abort what they run of a batch: it is cancelled, or its deadline has passed."""
         self._redis.set(f"bm:cancelled:{batch_id}", 1, ex=ttl_s)
 
     def cancelled(self, batch_ids: list[str]) -> set[str]:

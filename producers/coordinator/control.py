@@ -120,8 +120,8 @@ class Control:
             self._look_again_s = min(MOST_PERIOD_S, 20 * (time.monotonic() - now))
             self._commands.fold()
             self._cuts.expire(time.time())
+            self._note_schedules(time.time())
         self._close_complete()
-        self._note_schedules(time.time())
         self.say_all()
         self._gauge()
 

@@ -51,10 +51,9 @@ class Cuts:
         """Cut the batches whose deadline has passed at `now` (Unix seconds)."""
         core = self._core
         with core.lock:
-            due = [p for p in core.book.batches.values() if p.sendable and (p.batch.expires_at or now + 1) <= now]
+            dated = [p for p in core.book.batches.values() if p.batch.expires_at is not None]
+            due = [p for p in dated if (p.batch.expires_at or 0.0) <= now and p.sendable and not p.complete]
         for progress in due:
-            if progress.complete:
-                continue
             log.info("batch_expired", batch=progress.id)
             decision = Expired(progress.id, progress.next_pos, now)
             if not core.while_disk_full(functools.partial(core.decide, decision)):
