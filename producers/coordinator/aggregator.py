@@ -194,7 +194,8 @@ class Aggregator:
                 late = sum(len(part.kind) for part in results.parts)
                 self.dropped += late
                 metrics.RESULTS_REPEATED.inc(late)
-                log.info("results_dropped", chunk=results.chunk, node=results.node, results=late)
+                if late:
+                    log.info("results_dropped", chunk=results.chunk, node=results.node, results=late)
                 # Nothing to log, so nothing to wait for.
                 self._unacked.append(_Unacked(0, message))
                 return

@@ -72,6 +72,8 @@ class Control:
         self._active = f"active/{core.shard}"
         #: batch → (monotonic seconds, word and reason) of its last status file.
         self._said: dict[str, tuple[float, str, str | None]] = {}
+        #: Batches taken up since commands were last folded in.
+        self._fresh: set[str] = set()
         #: Markers that were complained about already.
         self._odd: set[str] = set()
         #: batch → monotonic seconds until which it is left alone, since its files made trouble that is its own.
@@ -119,6 +121,7 @@ class Control:
             # With very many batches a look takes a while: a twentieth of the time, at most.
             self._look_again_s = min(MOST_PERIOD_S, 20 * (time.monotonic() - now))
             self._commands.fold()
+            self._release_new()
             self._cuts.expire(time.time())
             self._note_schedules(time.time())
         self._close_complete()
@@ -179,9 +182,19 @@ class Control:
             if batch is None:
                 continue
             with core.lock:
-                core.book.open(batch)
+                core.book.open(batch).fresh = True
                 core.dirty.add(batch.id)
+            self._fresh.add(batch.id)
             log.info("batch_opened", batch=batch.id, requests=batch.requests, model=batch.model)
+
+    def _release_new(self) -> None:
+        """Let rows of new batches out, now that what was asked of them before is known."""
+        core = self._core
+        if self._fresh:
+            with core.lock:
+                for progress in filter(None, map(core.book.batches.get, self._fresh)):
+                    progress.fresh = False
+            self._fresh.clear()
             core.dispatch.set()
 
     def _read(self, batch_id: str) -> Batch | None:

@@ -44,6 +44,8 @@ class Progress:
     final: str | None = None
     #: A person said that nothing more is to be sent for now.
     paused: bool = False
+    #: Just taken up: what was asked of it before (cancel, pause) is not folded in yet.
+    fresh: bool = False
     #: One of `producers.batch.PRIORITIES`, by the last word on it.
     priority: str = "normal"
     window: RunWindow | None = None
@@ -75,7 +77,7 @@ class Progress:
 
     def dispatchable(self, now: float) -> bool:
         """True while rows of it may go out at `now` (Unix seconds)."""
-        return self.sendable and not self.paused and self.opens(now) <= now
+        return self.sendable and not self.paused and not self.fresh and self.opens(now) <= now
 
     @property
     def scheduled(self) -> bool:
