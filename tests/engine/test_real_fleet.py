@@ -23,7 +23,7 @@ from tests.support.processes import ROOT, Process, Processes
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
 
 
-def producers(env: dict[str, str], *argv: str) -> Any:
+def producers(env: dict[str, str], *argv: str, status: int = 0) -> Any:
     """A command that prints JSON."""
     base = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -33,7 +33,7 @@ def producers(env: dict[str, str], *argv: str) -> Any:
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == status, done.stderr.decode()
     return json.loads(done.stdout)
 
 

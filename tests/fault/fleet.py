@@ -58,8 +58,14 @@ class Asked:
     custom_ids: list[str]
     #: custom_id → code of the error it must end with.
     failed: dict[str, str | int]
-    final: str = "completed"
+    #: Statuses it may end with, and the code that any of its requests may fail with.
+    final: tuple[str, ...] = ("completed",)
     may_fail: str | None = None
+
+    def cut(self, *final: str) -> None:
+        """It is cancelled or expires; `final`: how it may end."""
+        self.final = final
+        self.may_fail = "batch_cancelled" if "cancelled" in final else "batch_expired"
 
 
 class Fleet:
@@ -192,6 +198,11 @@ class Fleet:
         counts = [self.status(asked).request_counts for asked in self.batches]
         return sum(c.completed + c.failed for c in counts)
 
+    def wait_ended(self, asked: Asked, timeout: float = 120) -> str:
+        """Wait for a batch's end; its final status."""
+        wait_until(lambda: self.status(asked).status in FINAL, timeout, f"{asked.id} ends", 0.1)
+        return self.status(asked).status
+
     def wait_progress(self, share: float = 0.3, timeout: float = 90) -> None:
         """Wait until that share of all requests is answered."""
         wanted = share * sum(len(asked.custom_ids) for asked in self.batches)
@@ -221,12 +232,7 @@ class Fleet:
         """Wait for all batches, end the fleet, and judge; `AssertionError` with everything that is wrong."""
         self.wait_recovered(timeout)
         for asked in self.batches:
-            wait_until(
-                lambda asked=asked: self.status(asked).status in FINAL,  # type: ignore[misc]
-                timeout,
-                f"{asked.id} ends; it is {self.status(asked)}",
-                0.1,
-            )
+            self.wait_ended(asked, timeout)
         found = Aftermath([self._outcome(asked) for asked in self.batches])
         if self._faults_from is not None:
             self.measured = measure(

@@ -58,6 +58,8 @@ class Meddler:
     def put(self, name: str, copy: Copy) -> None:
         """Publish it (again)."""
         self._publisher.publish(name, copy.body, headers=copy.headers, **copy.properties)
+        # Between two of them may be more than a connection without heartbeats lives.
+        self._publisher.close()
 
     def put_chunk(self, blob: bytes, chunk_id: str) -> None:
         """A blob in the guise of a chunk."""

@@ -106,6 +106,18 @@ def test_engine_aborts(fleet: Fleet) -> None:
     fleet.finish()
 
 
+@case("8", "two requests that kill the engine each time", quick="redis")
+def test_requests_that_kill(fleet: Fleet) -> None:
+    """Twice a crash in company, once alone: three a request, less where both are met in one go."""
+    fleet.start(BATCHMILL_ECHO_FAULTS="POISON=kill")
+    with fleet.fault():
+        fleet.submit(marks={300: "POISON", 1500: "POISON"}, failed={300: "engine_crash", 1500: "engine_crash"})
+        fleet.wait_ended(fleet.batches[0], 200)
+    fleet.finish()
+    crashes = sum(worker.text.count("worker failed; starting it again") for worker in fleet.workers)
+    assert 4 <= crashes <= 6
+
+
 @case("9", "a request that hangs the engine", quick="rabbitmq")
 def test_request_hangs(fleet: Fleet) -> None:
     fleet.start(BATCHMILL_ECHO_FAULTS="HANG=hang", BATCHMILL_SCHEDULER_RETRY_TIMES="1")

@@ -36,7 +36,7 @@ def sound() -> Aftermath:
         expected={name: {"said": f"echo {index}"} for index, name in enumerate(IDS)},
         output=[answer(0), answer(1), answer(3)],
         errors=[error(2, "timeout")],
-        summary={"total": 4, "completed": 3, "failed": 1},
+        summary={"status": "completed", "total": 4, "completed": 3, "failed": 1},
         status={"status": "completed", "request_counts": {"total": 4, "completed": 3, "failed": 1}},
         failed={"c": "timeout"},
     )
@@ -106,6 +106,10 @@ def end_otherwise(found: Aftermath) -> None:
     found.outcomes[0].status["status"] = "cancelled"
 
 
+def end_otherwise_in_the_summary(found: Aftermath) -> None:
+    found.outcomes[0].summary["status"] = "expired"
+
+
 def miscount_the_status(found: Aftermath) -> None:
     found.outcomes[0].status["request_counts"]["completed"] = 4
 
@@ -152,6 +156,7 @@ DOCTORED: dict[Callable[[Aftermath], None], str] = {
     fail_what_should_not: "d failed with timeout, not None",
     answer_what_should_fail: "c has an answer, and should have failed",
     end_otherwise: "the status is cancelled, not completed",
+    end_otherwise_in_the_summary: "the summary says expired, the status completed",
     miscount_the_status: "the status counts",
     miscount_the_summary: "the summary counts",
     leave_ready: "queue infer.m.1 holds 1 ready, 0 unacked",
@@ -174,8 +179,8 @@ def test_a_doctored_aftermath_is_found_out(doctor: Callable[[Aftermath], None]) 
 def test_any_request_may_fail_with_the_code_of_a_cut_and_no_other() -> None:
     found = sound()
     one = found.outcomes[0]
-    one.failed, one.may_fail, one.final = {}, "batch_cancelled", "cancelled"
-    one.status["status"] = "cancelled"
+    one.failed, one.may_fail, one.final = {}, "batch_cancelled", ("completed", "cancelled")
+    one.status["status"] = one.summary["status"] = "cancelled"
     one.errors = [error(2, "batch_cancelled")]
     assert faults(found) == []
     one.errors = [error(2, "timeout")]

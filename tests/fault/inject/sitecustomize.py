@@ -52,6 +52,35 @@ def raise_in_task() -> None:
     Node.infer = wrapped  # type: ignore[method-assign]
 
 
+def deadly_requests() -> None:
+    """The real engine: a request that says POISON ends its core, one that says HANG is never answered."""
+    if "--no-supervisor" not in sys.orig_argv:
+        return  # One of the engine's own processes.
+    import asyncio
+
+    from workers.engine import loader
+
+    load = loader.load
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        engine: Any = load(*args, **kwargs)
+        infer = engine.infer
+
+        async def faulty(url: str, body: bytes) -> Any:
+            if b"HANG" in body:
+                await asyncio.Event().wait()
+            if b"POISON" in body:
+                # In company: the others are in the engine before it.
+                await asyncio.sleep(0.3)
+                os.kill(engine._processes[0].pid, signal.SIGKILL)
+            return await infer(url, body)
+
+        engine.infer = faulty
+        return engine
+
+    loader.load = wrapped
+
+
 def clock_ahead() -> None:
     """The wall clock is ten minutes ahead."""
     _shift(600.0)
