@@ -69,7 +69,7 @@ def card(seen: BatchView, now: float, *, embedded: bool = False) -> Table:
         ("in flight", f"{seen.in_flight:,}" if seen.in_flight else None),
         ("sent again", f"{seen.resent:,}" if seen.resent else None),
         ("tokens", tokens),
-        ("cache hits", f"{usage.cache_hits:,}" if usage.cache_hits else None),
+        ("cache hits", _hits(usage.cache_hits, counts.completed)),
         ("metadata", _users(", ".join(f"{k}={v}" for k, v in seen.metadata.items()))),
         ("submitted", f"{wording.ago(now - seen.created_at)} ago"),
         ("took", _took(seen, now)),
@@ -117,6 +117,10 @@ def _columns(width: int, *, header: bool) -> Table:
         table.add_column(name, justify="right", no_wrap=True, width=size)
     table.add_column("name", no_wrap=True, overflow="ellipsis", max_width=max(8, width - _BESIDE_NAME))
     return table
+
+
+def _hits(hits: int, answers: int) -> str | None:
+    return f"{hits:,} ({hits / answers:.0%} of the answers)" if hits and answers else None
 
 
 def _users(text: str | None) -> str | None:

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from common import places
 from common.errors import Unreachable, UsageError
+from common.machine import physical_memory
 from common.registry import Registry
 from common.settings import Settings
 from common.store import open_store
@@ -33,6 +34,8 @@ from producers.embedded.lock import FileLock, holder_pid, is_held
 from producers.embedded.record import Record, WorkerState
 
 #: Seconds that starting or ending may take before a command stops waiting for it.
+#: Share of this machine's memory that the result cache of an embedded fleet may take, unless the settings name another.
+CACHE_SHARE = 0.25
 _START_S = 60.0
 _KILL_S = 10.0
 
@@ -311,11 +314,19 @@ def _complete(settings: Settings, where: Layout, env: Mapping[str, str]) -> Sett
         return str(Path(path).expanduser().absolute()) if path and "://" not in path else path
 
     replace: Any = msgspec.structs.replace
+    cache = settings.cache
+    if cache.url is None:
+        # Another database of the fleet's own server, where the cache counts its own bytes (docs/cache.md).
+        most = CACHE_SHARE * physical_memory() / (1 << 30) or cache.capacity_gb
+        cache = replace(
+            cache, url=f"unix://{quote(str(where.socket))}?db=1", capacity_gb=max(0.001, min(cache.capacity_gb, most))
+        )
     store = settings.store
     inference = settings.inference
     complete: Settings = replace(
         settings,
         broker=replace(settings.broker, url=f"redis+socket://{quote(str(where.socket))}?virtual_host=0"),
+        cache=cache,
         store=replace(store, url=absolute(places.store_url(settings, env)), wal_dir=absolute(store.wal_dir)),
         inference=replace(
             inference, models_dir=absolute(inference.models_dir), model_path=absolute(inference.model_path)

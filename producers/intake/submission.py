@@ -138,7 +138,8 @@ def _submit(
 def cache_mode(options: Options, settings: Settings) -> str:
     """The batch's use of the result cache; `UsageError` when it wants one and none is configured."""
     mode = options.cache or settings.cache.mode
-    if mode != "off" and not settings.cache.url:
+    # The embedded fleet, which runs where no broker is configured, brings a cache of its own.
+    if mode != "off" and not settings.cache.url and settings.broker.url:
         raise UsageError(
             f"cache: '{mode}' needs a Redis server of the cache's own: set cache.url (BATCHMILL_CACHE_URL)"
         )

@@ -158,6 +158,29 @@ def test_a_batch_is_answered_and_the_fleet_serves_the_next(home: Home) -> None:
     assert SECRET not in home.logs()
 
 
+def test_the_same_file_again_is_answered_by_its_cache(home: Home) -> None:
+    """With nothing configured but the wish for it."""
+    source = home.folder / "same.jsonl"
+    line = {"body": {"prompt": SECRET, "max_tokens": 5, "temperature": 0}}
+    source.write_text("".join(json.dumps({"custom_id": f"r{n}"} | line) + "\n" for n in range(1)))
+    hits = []
+
+    def stats() -> dict[str, object]:
+        run = home.processes.python("stats", "-m", "workers", "cache", "stats", "--json", env=home.env)
+        assert run.wait(60) == 0, run.text
+        found: dict[str, object] = json.loads(run.lines[-1])
+        return found
+
+    for name in ("one", "two"):
+        command = ("-m", "producers", "submit", str(source), "--output", str(home.folder / name), "--cache", "on")
+        run = home.processes.python(name, *command, env=home.env)
+        assert run.wait(90) == 0, run.text
+        hits.append(json.loads((home.folder / name / "summary.json").read_bytes())["usage"]["cache_hits"])
+        wait_until(lambda: stats()["entries"] == 1, 30, "the answer is written")
+    assert hits == [0, 1]
+    assert stats()["policy"] == "counts"
+
+
 def test_simultaneous_submits_share_one_fleet(home: Home) -> None:
     names = [f"{n}.jsonl" for n in range(4)]
     started = [home.submit(name, 5) for name in names]

@@ -56,7 +56,7 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
 
 def stats() -> Stats:
     """Figures of the cache's server."""
-    settings = setting_files.load()
+    settings = _settings()
     with _server(settings) as server:
         facts = server.facts()
         models = {model: msgspec.convert(found, ModelFigures) for model, found in sorted(server.counts().items())}
@@ -73,7 +73,7 @@ def stats() -> Stats:
 
 def export(file: Path, model: str | None) -> tuple[int, int]:
     """Write all entries, or a model's, to a file; it appears when it is whole. Entries written, and bytes."""
-    settings = setting_files.load()
+    settings = _settings()
     versions = _versions(model) if model is not None else [None]
     sealed = values(settings)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
@@ -100,7 +100,7 @@ def export(file: Path, model: str | None) -> tuple[int, int]:
 
 def import_(file: Path) -> int:
     """Put the entries of a file into the cache; all of it is checked before the first one goes in."""
-    settings = setting_files.load()
+    settings = _settings()
     sealed = values(settings)
     count = 0
     with _server(settings) as server, _errors(file), open(file, "rb") as source:
@@ -117,7 +117,7 @@ def import_(file: Path) -> int:
 
 def warm(batch_id: str) -> Warmed:
     """Put the determined answers of a finished batch into the cache."""
-    settings = setting_files.load()
+    settings = _settings()
     batch = FinishedBatch(open_store(places.store_url(settings)), batch_id)
     entry = registries.load().versions.get(batch.model)
     if entry is not None and entry.cache == "off":
@@ -148,7 +148,7 @@ def warm(batch_id: str) -> Warmed:
 
 def clear(model: str | None) -> int:
     """Remove the entries of a model (None: all); how many there were. Workers forget theirs at once."""
-    settings = setting_files.load()
+    settings = _settings()
     versions = _versions(model) if model is not None else [None]
     removed = 0
     with _server(settings) as server:
@@ -169,6 +169,15 @@ def _versions(model: str) -> list[str | None]:
     if not found:
         raise UsageError(f"no model '{model}' in models.yaml; name a version that is gone from it as {model}@VERSION")
     return found
+
+
+def _settings() -> Settings:
+    """This machine's settings; those of its embedded fleet where they name neither a broker nor a cache."""
+    settings = setting_files.load()
+    embedded = places.fleet_dir() / "settings.yaml"
+    if settings.broker.url is None and settings.cache.url is None and embedded.is_file():
+        return setting_files.load(embedded)
+    return settings
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ the cache counts. Whatever of these is lost costs misses or figures, never a wro
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from redis.retry import Retry
 
 from common.errors import UsageError
 from common.live import redis_url
+from common.machine import physical_memory
 from common.settings import Settings
 from workers.cache import scripts
 from workers.cache.key import tag
@@ -241,14 +241,6 @@ class CacheServer:
             own = int(info.get("maxmemory", 0))
             return str(info.get("maxmemory_policy", "")).startswith("allkeys-") and 0 < own <= self.capacity
         return True
-
-
-def physical_memory() -> int:
-    """Bytes of memory of this machine; 0 where it cannot be told."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return 0
 
 
 def _identity(url: str, timeout_s: float) -> tuple[str, int] | None:
