@@ -2,12 +2,13 @@
 
 Keys, with a time to live unless noted:
 
-- `bm:lease:<chunk>` = the node that works on it.
+- `bm:lease:<chunk>` = the node that works on it, `#`, and which life of it (any text that no other process has).
 - `bm:worker:<node>` = JSON facts; `bm:workers` = the set of nodes (stays; who is gone is taken out by whoever asks).
 - `bm:generation` = a random id set by whoever finds none, by which a wipe is noticed (stays).
 - `bm:cancelled:<batch>` = 1 for what workers should abort.
 - `bm:given_up:<chunk>` = 1 for a chunk that was lost in an engine and whose open requests the coordinator has sent
-  again: the broker would deliver the old copy over and over, and end one engine after the other with it.
+  again, or will by a supervisor's report: the broker would deliver the old copy over and over, and end one engine after
+  the other with it.
 """
 
 from __future__ import annotations
@@ -87,11 +88,11 @@ class LiveState:
         self._redis.set("bm:generation", secrets.token_hex(8), nx=True)
         return cast(bytes, self._redis.get("bm:generation") or b"").decode()
 
-    def renew_leases(self, chunk_ids: Iterable[str], node: str, lease_s: float) -> None:
+    def renew_leases(self, chunk_ids: Iterable[str], node: str, lease_s: float, life: str = "") -> None:
         """Claim or renew; one round trip."""
         pipe = self._redis.pipeline(transaction=False)
         for chunk_id in chunk_ids:
-            pipe.set(f"bm:lease:{chunk_id}", node, px=int(lease_s * 1000))
+            pipe.set(f"bm:lease:{chunk_id}", f"{node}#{life}", px=int(lease_s * 1000))
         pipe.execute()
 
     def drop_lease(self, chunk_id: str) -> None:
@@ -103,7 +104,7 @@ class LiveState:
         if not chunk_ids:
             return []
         found = cast(list[bytes | None], self._redis.mget([f"bm:lease:{c}" for c in chunk_ids]))
-        return [f.decode() if f is not None else None for f in found]
+        return [f.decode().partition("#")[0] if f is not None else None for f in found]
 
     def announce(self, facts: WorkerFacts) -> None:
         """Say that a worker is here."""
@@ -141,7 +142,11 @@ class LiveState:
         return {b for b, f in zip(batch_ids, found, strict=True) if f}
 
     def give_up(self, chunk_ids: Iterable[str], ttl_s: int = 7 * 24 * 3600) -> None:
-        """Let workers drop chunks unread. Only the coordinator says so, once it has logged that it sends them again."""
+        """Let workers drop chunks unread.
+
+        The coordinator says so once it has logged that it sends them again; a supervisor once the broker has its
+        report, by which the coordinator will.
+        """
         pipe = self._redis.pipeline(transaction=False)
         for chunk_id in chunk_ids:
             pipe.set(f"bm:given_up:{chunk_id}", 1, ex=ttl_s)
@@ -158,6 +163,24 @@ class LiveState:
             return set()
         found = cast(list[Any], self._redis.mget([f"bm:given_up:{c}" for c in chunk_ids]))
         return {c for c, f in zip(chunk_ids, found, strict=True) if f}
+
+    def claim(self, chunk_id: str, node: str, lease_s: float, life: str) -> str | None:
+        """Take the lease on a chunk; why its copy is not to be run, if so: `given up`, or `held` by another life.
+
+        A holder that is dead makes the chunk lost as its lease lapses: then the coordinator, not the broker, decides
+        what becomes of requests that may have ended it.
+        """
+        mine = f"{node}#{life}"
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.exists(f"bm:given_up:{chunk_id}")
+        pipe.set(f"bm:lease:{chunk_id}", mine, px=int(lease_s * 1000), nx=True)
+        pipe.get(f"bm:lease:{chunk_id}")
+        given_up, taken, holder = pipe.execute()
+        if given_up:
+            if taken:
+                self.drop_lease(chunk_id)
+            return "given up"
+        return "held" if holder is not None and holder.decode() != mine else None
 
     def close(self) -> None:
         """Close the connections."""

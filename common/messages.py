@@ -69,6 +69,8 @@ class Chunk(msgspec.Struct, frozen=True):
     #: Result cache: off, read, write, on.
     cache: str
     slices: list[Slice]
+    #: Its requests are suspected of ending engines: they run one at a time, with nothing else in the engine.
+    isolated: bool = False
 
 
 class Kind(IntEnum):
@@ -115,8 +117,30 @@ class Failure(msgspec.Struct, array_like=True):
     message: str
 
 
+class Inside(msgspec.Struct, array_like=True):
+    """Requests of one batch that were inside an engine; `pos` little-endian u32."""
+
+    batch: str
+    pos: bytes
+
+
+class Crash(msgspec.Struct, array_like=True):
+    """A worker ended abnormally while it held the chunk; said by its supervisor.
+
+    `life` names the process, so that a report that comes twice counts once. `inside`: what its breadcrumb names of this
+    chunk; each of these may be what ended it.
+    """
+
+    life: str
+    reason: str
+    inside: list[Inside]
+
+
 class Results(msgspec.Struct):
-    """A message from a worker: some results of a chunk. The last one of a chunk has `done` true."""
+    """A message from a worker: some results of a chunk. The last one of a chunk has `done` true.
+
+    One with `crash` carries nothing else.
+    """
 
     v: int
     chunk: str
@@ -128,6 +152,7 @@ class Results(msgspec.Struct):
     failure: Failure | None = None
     #: Seconds the worker had the chunk; set on the last message.
     elapsed_s: float = 0.0
+    crash: Crash | None = None
 
 
 _chunk_decoder = msgspec.msgpack.Decoder(Chunk)
@@ -163,6 +188,8 @@ def decode_results(payload: bytes) -> Results:
             raise BadMessage("result columns of unequal length")
         if int(lengths(part).sum()) != len(part.lines):
             raise BadMessage("result lines do not have the lengths announced")
+    if results.crash is not None and any(len(named.pos) % 4 for named in results.crash.inside):
+        raise BadMessage("positions that are not whole")
     return results
 
 

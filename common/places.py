@@ -32,3 +32,8 @@ def models_dir(settings: Settings, env: Mapping[str, str] = os.environ) -> Path:
 def fleet_dir(env: Mapping[str, str] = os.environ) -> Path:
     """Socket, lock, keys, pids and logs of the embedded fleet: `fleet/` in the home folder."""
     return home(env) / "fleet"
+
+
+def run_dir(env: Mapping[str, str] = os.environ) -> Path:
+    """What workers of this machine leave for their supervisors: `run/` in the home folder."""
+    return home(env) / "run"

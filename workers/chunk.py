@@ -42,12 +42,16 @@ _FAILURES: dict[Abort | None, Failure] = {
 class ChunkWork:
     """The rows of a chunk on their way through the engine. `rows` are per slice, in the chunk's order."""
 
-    def __init__(self, chunk: Chunk, rows: list[list[Row]], thread: EngineThread, lane: Lane) -> None:
+    def __init__(self, chunk: Chunk, rows: list[list[Row]], thread: EngineThread, lane: Lane, number: int = -1) -> None:
+        """`number`: the chunk's in the breadcrumb."""
         self.timeout_s = chunk.timeout_s
+        self.isolated = chunk.isolated
+        self._number = number
         self._thread = thread
         self._lane = lane
         self._rows = [(part, row) for part, slice_rows in enumerate(rows) for row in slice_rows]
         self._batches = [s.batch for s in chunk.slices]
+        self._names = [s.batch.encode() for s in chunk.slices]
         self._open = bytearray(b"\1" * len(self._rows))
         self._left = len(self._rows)
         self._done: deque[Done] = deque()
@@ -67,7 +71,7 @@ class ChunkWork:
             self._news.set()
             return
         bulk = getattr(self._thread.engine, "infer_bulk", None)
-        if bulk is None:
+        if bulk is None or self.isolated:
             self._thread.call(self._begin)
         else:
             self._thread.submit(self._begin_bulk(self._thread.engine))  # type: ignore[arg-type]
@@ -142,6 +146,11 @@ class ChunkWork:
             return None
         wanted = self._rows[row][1]
         return wanted.url, wanted.body
+
+    def names(self, row: int) -> tuple[int, bytes, int]:
+        """See `lane.Work`."""
+        part, wanted = self._rows[row]
+        return self._number, self._names[part], wanted.pos
 
     def finish(self, row: int, tried: Tried) -> None:
         """See `lane.Work`."""

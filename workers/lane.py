@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from workers.attempt import Tried, attempt
+from workers.breadcrumb import Breadcrumb
 from workers.engine.base import Engine, EngineDead
 from workers.engine_thread import EngineThread
 
@@ -24,6 +25,8 @@ class Work(Protocol):
     """Requests that go through the lane; `workers.chunk.ChunkWork`."""
 
     timeout_s: float
+    #: Its requests go in one at a time, with nothing else inside.
+    isolated: bool
 
     def request(self, row: int) -> tuple[int, bytes] | None:
         """Position of the url in `URLS`, and body; None when the row is no longer wanted."""
@@ -33,15 +36,22 @@ class Work(Protocol):
         """Take the outcome of a row."""
         ...
 
+    def names(self, row: int) -> tuple[int, bytes, int]:
+        """For the breadcrumb: the chunk's number there, the batch's id, and the row's position."""
+        ...
+
 
 class Lane:
     """All methods run on the engine's loop; the two counts may be read anywhere."""
 
-    def __init__(self, thread: EngineThread, on_low: Callable[[], None]) -> None:
+    def __init__(self, thread: EngineThread, on_low: Callable[[], None], crumb: Breadcrumb | None = None) -> None:
         """`on_low` is called, not too often, while fewer requests than `limit` are outstanding."""
         self._thread = thread
         self._on_low = on_low
         self._told_at = 0.0
+        self._crumb = crumb
+        #: True while an isolated request is inside.
+        self._isolating = False
         self._engine: Engine = thread.engine
         self.limit = inside_limit(self._engine.facts().max_num_seqs)
         self._waiting: deque[tuple[Work, int]] = deque()
@@ -51,8 +61,14 @@ class Lane:
 
     @property
     def outstanding(self) -> int:
-        """Requests inside the engine or before it."""
-        return self.inside + len(self._waiting)
+        """Requests inside the engine or before it; enough of them while a request keeps the others out."""
+        count = self.inside + len(self._waiting)
+        return max(count, self.limit) if self.isolating else count
+
+    @property
+    def isolating(self) -> bool:
+        """True while an isolated request is inside, or next."""
+        return self._isolating or (bool(self._waiting) and self._waiting[0][0].isolated)
 
     def enter(self, work: Work, rows: range) -> None:
         """Queue rows behind all that are here."""
@@ -66,16 +82,22 @@ class Lane:
             task.cancel()
 
     def _pump(self) -> None:
-        while self.inside < self.limit and self._waiting:
-            work, row = self._waiting.popleft()
+        while self.inside < self.limit and self._waiting and not self._isolating:
+            work, row = self._waiting[0]
+            if work.isolated and self.inside:
+                return  # What came before it has to be answered first.
+            self._waiting.popleft()
             asked = work.request(row)
             if asked is None:
                 continue
             self.inside += 1
+            self._isolating = work.isolated
+            # Before it is anywhere near the engine.
+            slot = self._crumb.enter(*work.names(row)) if self._crumb is not None else -1
             key = id(work), row
-            self._tasks[key] = self._thread.loop.create_task(self._ask(work, row, asked, key))
+            self._tasks[key] = self._thread.loop.create_task(self._ask(work, row, asked, key, slot))
 
-    async def _ask(self, work: Work, row: int, asked: tuple[int, bytes], key: tuple[int, int]) -> None:
+    async def _ask(self, work: Work, row: int, asked: tuple[int, bytes], key: tuple[int, int], slot: int) -> None:
         try:
             tried = await attempt(self._engine, asked[0], asked[1], work.timeout_s)
         except EngineDead as exc:
@@ -89,6 +111,11 @@ class Lane:
         finally:
             self.inside -= 1
             del self._tasks[key]
+            if work.isolated:
+                self._isolating = False
+            if self._crumb is not None and not self._thread.dead:
+                # Of a dead engine all that were inside stay named, whichever hears of its death first.
+                self._crumb.leave(slot)
             self._pump()
             if self.outstanding < self.limit:
                 self._tell()

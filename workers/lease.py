@@ -35,10 +35,12 @@ class Leases(threading.Thread):
         facts: Callable[[], WorkerFacts],
         tick: Callable[[], None],
         interval_s: float = ANNOUNCE_S,
+        life: str = "",
     ) -> None:
         super().__init__(name="leases", daemon=True)
         self._live = live
         self._node = node
+        self._life = life
         self._lease_s = lease_s
         self._runs = runs
         self._facts = facts
@@ -48,12 +50,13 @@ class Leases(threading.Thread):
         self._closing = False
         self._dropped: list[str] = []
         self._lock = threading.Lock()
+        self._renewing = threading.Lock()
         self._announced = 0.0
         self._state = ""
         self._trouble = False
 
-    def claim(self) -> None:
-        """A chunk was taken up: say so now."""
+    def wake(self) -> None:
+        """Something changed that others should know now."""
         self._wake.set()
 
     def drop(self, chunk_id: str) -> None:
@@ -62,12 +65,23 @@ class Leases(threading.Thread):
             self._dropped.append(chunk_id)
         self._wake.set()
 
-    def given_up(self, chunk_id: str) -> bool:
-        """True when the coordinator sends the chunk's requests in other chunks; False while nobody knows."""
+    def take(self, chunk_id: str) -> str | None:
+        """Claim a chunk; why this worker should drop its copy of it unread, if so. None also while nobody knows."""
+        if self._trouble:
+            return None
         try:
-            return self._live.given_up(chunk_id)
+            return self._live.claim(chunk_id, self._node, self._lease_s, self._life)
         except (redis.RedisError, OSError):
-            return False
+            return None
+
+    def give_back(self, chunk_id: str) -> None:
+        """Drop a lease before the chunk goes back to its queue, or the next worker would leave it to us."""
+        try:
+            with self._renewing:
+                self._live.drop_lease(chunk_id)
+        except (redis.RedisError, OSError):
+            # It lapses, and the coordinator sends the requests again.
+            return
 
     def run(self) -> None:
         """See the class."""
@@ -97,9 +111,11 @@ class Leases(threading.Thread):
     def _once(self) -> None:
         try:
             self._drop()
-            running = dict(self._runs)
+            with self._renewing:
+                running = dict(self._runs)
+                if running:
+                    self._live.renew_leases(running, self._node, self._lease_s, self._life)
             if running:
-                self._live.renew_leases(running, self._node, self._lease_s)
                 batches = sorted({batch for run in running.values() for batch in run.batches})
                 cancelled = self._live.cancelled(batches)
                 for run in running.values() if cancelled else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import secrets
 import socket
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 
 from common import logs, metrics
 from common.broker import codecs
@@ -24,6 +26,7 @@ from common.settings import Settings
 from common.urls import URLS
 from workers import parent
 from workers.abort import Abort
+from workers.breadcrumb import BREADCRUMB, Breadcrumb
 from workers.cache.fingerprint import fingerprint
 from workers.cache.key import Space
 from workers.cache.memory import Memory
@@ -32,7 +35,7 @@ from workers.chunk import ChunkRun, ChunkWork
 from workers.engine import loader
 from workers.engine.base import EngineStats
 from workers.engine_thread import EngineThread
-from workers.lane import Lane
+from workers.lane import Lane, inside_limit
 from workers.lease import Leases
 from workers.outbox import Abandoned, Outbox
 
@@ -70,6 +73,9 @@ class Node:
         self.settings = settings
         self.model = model
         self.name = name
+        #: Which process of this name: no other has it.
+        self.life = f"{os.getpid()}.{secrets.token_hex(6)}"
+        self._crumb: Breadcrumb | None = None
         self.queues = (infer_queue(model), node_queue(model, name))
         self.state = "loading"
         #: Why the engine could not be loaded.
@@ -99,6 +105,7 @@ class Node:
             self.facts,
             self._tick,
             settings.broker.heartbeat_s / 3,
+            self.life,
         )
 
     @property
@@ -118,8 +125,10 @@ class Node:
 
     def open_lane(self) -> None:
         """The engine is ready: let requests in."""
-        self._lane = Lane(self.thread, self._low)
-        mark = fingerprint(self.model, self._entry, self.thread.engine.facts())
+        facts = self.thread.engine.facts()
+        self._crumb = self._drop_crumb(inside_limit(facts.max_num_seqs))
+        self._lane = Lane(self.thread, self._low, self._crumb)
+        mark = fingerprint(self.model, self._entry, facts)
         self._space = Space(self.model, mark, everything=self._entry.cache == "all")
         self.state = "ready"
 
@@ -164,9 +173,13 @@ class Node:
             return Ending.DONE, "dead-lettered"
         if redelivered and chunk.id in self._answered:
             return Ending.DONE, "answered already"
-        if self.leases.given_up(chunk.id):
-            return Ending.DONE, "given up"
-        return self._run(chunk, rows)
+        not_ours = self.leases.take(chunk.id)
+        if not_ours is not None:
+            return Ending.DONE, not_ours
+        ending = self._run(chunk, rows)
+        if ending[0] is Ending.REQUEUE:
+            self.leases.give_back(chunk.id)
+        return ending
 
     def abort(self, chunk_id: str, reason: Abort) -> None:
         """Give up a chunk, if it runs here."""
@@ -181,6 +194,8 @@ class Node:
 
     def close(self) -> None:
         """Stop everything; may be called again."""
+        if self._crumb is not None and not self.runs:
+            self._crumb.remove()
         self.outbox.close()
         self.leases.close()
         if self._cache is not None:
@@ -211,7 +226,8 @@ class Node:
 
     def _run(self, chunk: Chunk, rows: list[list[Row]]) -> tuple[Ending, str]:
         assert self._lane is not None
-        work = ChunkWork(chunk, rows, self.thread, self._lane)
+        number = self._crumb.hold(chunk) if self._crumb is not None else -1
+        work = ChunkWork(chunk, rows, self.thread, self._lane, number)
         run = ChunkRun(
             chunk,
             work,
@@ -221,12 +237,16 @@ class Node:
             self._space.fingerprint,
         )
         self.runs[chunk.id] = run
-        self.leases.claim()
+        self.leases.wake()
         count = sum(len(part) for part in rows)
         try:
             reason = run.run()
             if reason is None:
                 self._remember(chunk.id)
+            if reason is Abort.ENGINE:
+                # Neither the lease nor the breadcrumb lets go of it: they are what is left to tell of it.
+                del self.runs[chunk.id]
+                self._park()
         except Abandoned as exc:
             log.warning("chunk given back", chunk=chunk.id, reason=str(exc))
             return Ending.REQUEUE, "given back"
@@ -244,10 +264,10 @@ class Node:
             del self.runs[chunk.id]
             with self._lock:
                 self.ended += 1
+            if self._crumb is not None:
+                self._crumb.release(number)
             self.leases.drop(chunk.id)
         match reason:
-            case Abort.ENGINE:
-                self._park()
             case Abort.DRAIN:
                 return Ending.REQUEUE, "given back"
             case Abort.USER:
@@ -255,6 +275,17 @@ class Node:
             case Abort.EXPIRED:
                 return Ending.DONE, "too late"
         return Ending.DONE, f"requests={count}"
+
+    def _drop_crumb(self, slots: int) -> Breadcrumb | None:
+        """The breadcrumb that the supervisor reads; none where nobody would."""
+        path = os.environ.get(BREADCRUMB)
+        if not path:
+            return None
+        try:
+            return Breadcrumb(Path(path), node=self.name, model=self.model, life=self.life, slots=slots)
+        except OSError as exc:
+            log.warning("no breadcrumb: a crash will not tell which requests were inside", error=str(exc))
+            return None
 
     def _memory_for(self, chunk: Chunk) -> Memory | None:
         if self._cache is None or chunk.cache == "off":

@@ -152,7 +152,7 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._stopped = True
         node = self._node
         node.state = "draining"
-        node.leases.claim()
+        node.leases.wake()
         deadline = time.monotonic() + node.settings.inference.drain_s
         log.info("draining", chunks=len(node.runs), seconds=node.settings.inference.drain_s)
         self._pump(lambda: time.monotonic() > deadline or self.hurry.is_set())

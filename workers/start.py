@@ -19,7 +19,7 @@ from common.errors import Unreachable, UsageError
 from common.live import LiveState, state_url
 from common.registry import Registry
 from common.settings import Settings
-from workers import devices, parent, supervisor
+from workers import devices, parent
 
 #: Seconds to wait for the broker before giving up; roles of a fleet start in any order.
 BROKER_WAIT_S = 30.0
@@ -49,14 +49,22 @@ def start(options: Options, env: Mapping[str, str] = os.environ) -> int:
     names = [_label(options, group, len(groups)) for group in groups]
     check_settings(settings)
     if options.supervised:
+        from common.broker import broker_url
+        from workers import breadcrumb, supervisor
+        from workers.crash_report import Reporter
+
         wait_for_broker(settings)
         nodes = [devices.node_name(model, name) for name in names]
         refuse_twins(settings, nodes)
         children = [
-            supervisor.Child(node, _argv(options, model, name), _pinned(group))
+            supervisor.Child(
+                node, _argv(options, model, name), _pinned(group), breadcrumb.path_of(broker_url(settings), node, env)
+            )
             for group, name, node in zip(groups, names, nodes, strict=True)
         ]
-        return supervisor.Supervisor(children, settings.inference.drain_s, options.give_up_after).run()
+        return supervisor.Supervisor(
+            children, settings.inference.drain_s, options.give_up_after, Reporter(settings)
+        ).run()
     if len(groups) != 1:
         raise UsageError("--no-supervisor runs one worker: name the GPUs of one group with --device-ids")
     os.environ.update(_pinned(groups[0]))

@@ -1,5 +1,8 @@
 """Starts worker processes and keeps them: restarts those that fail, drains all on SIGTERM, leaves nothing behind.
 
+When one ends abnormally, what it held and what was inside its engine is reported (`workers.crash_report`), so that the
+coordinator sends it again at once and knows which requests to suspect.
+
 Each child leads a process group of its own, so that a terminal's Ctrl-C or a signal to our group does not reach the
 engine's processes, which would abort their requests at once. What is left of the group when a child has ended is
 killed: the engine's processes hold the GPU's memory.
@@ -15,16 +18,19 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from common import logs
 from common.errors import UsageError
+from workers.breadcrumb import BREADCRUMB
+from workers.crash_report import Reporter
 from workers.parent import SUPERVISOR_PID
 
-#: Seconds before the first restart; doubles with every failure in a row.
+#: Seconds before a restart; doubles with every failed start in a row.
 BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 30.0
-#: A child that lived this long has not failed in a row.
+#: A child that lived this long had started.
 HEALTHY_S = 60.0
 #: Exit statuses of a worker that could not start (`common.errors`), however long it took to find out: loading weights
 #: and failing at the end is no healthy life.
@@ -44,8 +50,11 @@ class Child:
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
+    #: Where it leaves its breadcrumb.
+    crumb: Path | None = None
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
+    #: Failed starts in a row.
     failures: int = 0
     #: When to start it again, by the monotonic clock; None: not.
     due: float | None = 0.0
@@ -59,8 +68,11 @@ def backoff(failures: int) -> float:
 class Supervisor:
     """Runs in the main thread, which starts all children: the kernel's parent-death signal hangs on that thread."""
 
-    def __init__(self, children: list[Child], drain_s: float, give_up_after: int = 0) -> None:
+    def __init__(
+        self, children: list[Child], drain_s: float, give_up_after: int = 0, reporter: Reporter | None = None
+    ) -> None:
         self._children = children
+        self._reporter = reporter
         self._give_up_after = give_up_after
         self._drain_s = drain_s
         self._signals = 0
@@ -70,7 +82,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Until every child has ended for good; returns 0, the status of a child that is not started again (2: it would
-        say the same again; any, after `give_up_after` failures in a row), or 1 when one had to be killed.
+        say the same again; any, after `give_up_after` failed starts in a row), or 1 when one had to be killed.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -78,6 +90,10 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        if self._reporter is not None:
+            for child in self._children:
+                if child.crumb is not None:
+                    self._reporter.take_left(child.crumb)
         try:
             while True:
                 self._start_due()
@@ -90,6 +106,8 @@ class Supervisor:
                     self._kill_all()
         finally:
             self._kill_all()
+            if self._reporter is not None:
+                self._reporter.close()
         log.info("all workers gone", killed=self._killed)
         return self._status or int(self._killed)
 
@@ -108,6 +126,8 @@ class Supervisor:
         for child in self._children:
             if child.process is None and child.due is not None and child.due <= time.monotonic():
                 env = {**os.environ, **child.env, SUPERVISOR_PID: str(os.getpid())}
+                if child.crumb is not None and self._reporter is not None:
+                    env[BREADCRUMB] = str(child.crumb)
                 child.process = subprocess.Popen(child.argv, env=env, start_new_session=True)
                 child.started_at = time.monotonic()
                 if self._signals:
@@ -130,9 +150,17 @@ class Supervisor:
             _kill_group(process.pid)
             status = process.wait()
             child.process = None
-            self._ended(child, status)
+            was_ready = self._tell(child, status, charge=status != 0)
+            self._ended(child, status, was_ready)
 
-    def _ended(self, child: Child, status: int) -> None:
+    def _tell(self, child: Child, status: int, *, charge: bool) -> bool:
+        """Report what an ended worker held; returns whether it left word of having been ready."""
+        if child.crumb is None or self._reporter is None:
+            return False
+        reason = f"signal {-status}" if status < 0 else f"exit {status}"
+        return self._reporter.take(child.crumb, reason, charge=charge)
+
+    def _ended(self, child: Child, status: int, was_ready: bool) -> None:
         if self._signals or status == 0:
             child.due = None
             log.info("worker ended", node=child.name, status=status)
@@ -141,14 +169,14 @@ class Supervisor:
             # It has said what is wrong; starting it again would only say it again.
             self._give_up(status)
             return
-        if status not in CANNOT_START and time.monotonic() - child.started_at > HEALTHY_S:
-            child.failures = 0
-        child.failures += 1
-        if child.failures == self._give_up_after:
+        # A worker that served and was ended by a request is no worker that cannot start.
+        lived = status not in CANNOT_START and time.monotonic() - child.started_at > HEALTHY_S
+        child.failures = 0 if was_ready or lived else child.failures + 1
+        if child.failures and child.failures == self._give_up_after:
             log.error("worker given up", node=child.name, status=status, failures=child.failures)
             self._give_up(status if status > 0 else EXIT_KILLED)
             return
-        wait = backoff(child.failures)
+        wait = backoff(max(1, child.failures))
         child.due = time.monotonic() + wait
         log.warning("worker failed; starting it again", node=child.name, status=status, seconds=wait)
 
@@ -168,8 +196,9 @@ class Supervisor:
                 self._killed = True
                 log.error("worker killed: it did not end in time", node=child.name)
                 _kill_group(child.process.pid)
-                child.process.wait()
+                status = child.process.wait()
                 child.process = None
+                self._tell(child, status, charge=False)
 
 
 def _has_ended(pid: int) -> bool:

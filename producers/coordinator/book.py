@@ -6,10 +6,13 @@ append the record, pass the time in, and hold the lock.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
-from common.messages import TOO_LATE, Part, Results, kinds, positions
+from common.messages import TOO_LATE, Crash, Part, Results, kinds, positions
 from producers.batch import Batch
+from producers.coordinator import suspicion
 from producers.coordinator.backoff import retry_delay
 from producers.coordinator.lanes import Done, Lane, Outcome, Outstanding, Retry, Share
 from producers.coordinator.progress import Progress, new_progress
@@ -29,17 +32,19 @@ from producers.coordinator.records import (
     Resumed,
     unpack_positions,
 )
-from producers.coordinator.row_states import Merge, Positions
+from producers.coordinator.row_states import Positions
 from producers.coordinator.usage import add_usage, usage_of_part
 
 #: What a row gets whose worker ended the chunk without a word about it.
 NO_ANSWER = ("no_answer", "the worker gave no answer")
-#: Chunks given up that are remembered.
-_MOST_GIVEN_UP = 4096
+#: Chunks given up, and crashes, that are remembered.
+_MOST_REMEMBERED = 4096
 #: Chunks no longer out that a batch may remember.
 _SPARE_CHUNKS = 64
 #: Result messages of one chunk whose gaps are watched.
 _MOST_MESSAGES = 1 << 14
+
+_Key = TypeVar("_Key", str, tuple[str, str])
 
 
 class Book:
@@ -52,6 +57,8 @@ class Book:
         #: Chunks that were lost in an engine or with the worker they were sent to, the latest last: workers are told to
         #: drop what is left of them.
         self.given_up: dict[str, None] = {}
+        #: Reports of crashes that were folded in, by chunk and worker's life, the latest last.
+        self._crashes: dict[tuple[str, str], None] = {}
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -127,7 +134,8 @@ class Book:
             self._note_chunk(progress, record.chunk)
             if progress.started_at is None:
                 progress.started_at = record.sent_at
-            chunk.shares.append(Share(piece.batch, rows, piece.attempt, piece.losses, piece.alone))
+            charges = min(piece.charges, suspicion.SUSPECT)  # Records of earlier versions counted otherwise.
+            chunk.shares.append(Share(piece.batch, rows, piece.attempt, charges, piece.lapses, piece.tried))
         if chunk.shares:
             self.out[chunk.id] = chunk
         return chunk
@@ -139,8 +147,11 @@ class Book:
         """
         outcome = Outcome()
         chunk = self.out.get(results.chunk)
+        if results.crash is not None:
+            self._crashed(results, results.crash, chunk, now, outcome)
+            return outcome
         for part in results.parts:
-            self._part(part, chunk, place, now, outcome)
+            self._part(part, chunk, results.node, place, now, outcome)
         if chunk is not None:
             # Seen or not: a lease of less than a second may fall between two looks.
             leased = self.lane(chunk.model).leased_order
@@ -150,23 +161,21 @@ class Book:
         return outcome
 
     def lost(self, record: Lost, now: float) -> None:
-        """A chunk is given up: its open rows go out again, in halves when they may be what ended the engine."""
+        """A chunk is given up: its open rows go out again."""
         chunk = self.out.pop(record.chunk, None)
         if chunk is None:
             return
         lane = self.lane(chunk.model)
-        if record.convict or chunk.target:
+        if record.leased or chunk.target:
             # In a worker's own queue nobody else would find it; that worker, should it come back, need not run it.
             self._give_up(chunk.id)
         for share, rows in self._open_shares(chunk):
-            if not record.convict:
-                lane.retries.append(Retry(share.batch, rows, share.attempt, share.losses, share.alone, now))
-                continue
-            alone = share.alone + (1 if len(rows) == 1 and len(chunk.shares) == 1 else 0)
-            middle = (len(rows) + 1) // 2
-            for half in (rows[:middle], rows[middle:]):
-                if len(half):
-                    lane.retries.append(Retry(share.batch, half, share.attempt, share.losses + 1, alone, now))
+            if record.leased:
+                lane.retries.append(suspicion.after_lapse(share, rows, record.node, now))
+            else:
+                lane.retries.append(
+                    Retry(share.batch, rows, share.attempt, share.charges, share.lapses, now, tried=share.tried)
+                )
 
     def decided(self, decision: Decision, place: int) -> Progress | None:
         """Fold in a decision; None when its batch is not open."""
@@ -239,7 +248,7 @@ class Book:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _part(self, part: Part, chunk: Outstanding | None, place: int, now: float, outcome: Outcome) -> None:
+    def _part(self, part: Part, chunk: Outstanding | None, node: str, place: int, now: float, outcome: Outcome) -> None:
         progress = self.batches.get(part.batch)
         rows = positions(part)
         if progress is None or not progress.accepting:
@@ -263,12 +272,9 @@ class Book:
                 progress.places.append(place)
             add_usage(progress.usage, usage_of_part(part, accepted | merge.retry))
         if failed and chunk is not None:
-            self._attempt_failed(progress, chunk, rows, merge, now)
+            self._attempt_failed(progress, chunk, rows[merge.retry], node, now)
 
-    def _attempt_failed(
-        self, progress: Progress, chunk: Outstanding, rows: Positions, merge: Merge, now: float
-    ) -> None:
-        failed = rows[merge.retry]
+    def _attempt_failed(self, progress: Progress, chunk: Outstanding, failed: Positions, node: str, now: float) -> None:
         lane = self.lane(chunk.model)
         for share in chunk.shares:
             if share.batch != progress.id:
@@ -279,8 +285,10 @@ class Book:
             again = self._held_nowhere_else(chunk, progress.id, share.positions[mine])
             if progress.sendable and len(again):
                 delay = retry_delay(share.attempt)
+                tried = suspicion.tried_on(share.tried, node)
+                # The worker lived to tell: whatever lapsed before was not their doing.
                 lane.retries.append(
-                    Retry(progress.id, again, share.attempt + 1, share.losses, share.alone, now + delay)
+                    Retry(progress.id, again, share.attempt + 1, share.charges, 0, now + delay, tried=tried)
                 )
             share.positions = share.positions[~mine]
 
@@ -308,8 +316,9 @@ class Book:
         lane = self.lane(chunk.model)
         for share, rows in left:
             due = now + retry_delay(share.attempt)
+            tried = suspicion.tried_on(share.tried, done.node)
             lane.retries.append(
-                Retry(share.batch, rows, share.attempt + 1, share.losses, share.alone, due, code, message)
+                Retry(share.batch, rows, share.attempt + 1, share.charges, 0, due, code, message, tried)
             )
 
     def _given_back(self, chunk: Outstanding, left: list[tuple[Share, Positions]], now: float) -> None:
@@ -317,7 +326,7 @@ class Book:
         for share, rows in left:
             self.batches[share.batch].clock_doubted = True
             self.lane(chunk.model).retries.append(
-                Retry(share.batch, rows, share.attempt, share.losses, share.alone, now)
+                Retry(share.batch, rows, share.attempt, share.charges, share.lapses, now, tried=share.tried)
             )
 
     def _partners(self, chunk: Outstanding) -> list[Outstanding]:
@@ -344,10 +353,47 @@ class Book:
                 del self.out[other.id]
                 self._give_up(other.id)
 
+    def _crashed(self, results: Results, crash: Crash, chunk: Outstanding | None, now: float, outcome: Outcome) -> None:
+        """A worker ended abnormally with this chunk: who was inside its engine is charged, and all go out again."""
+        report = results.chunk, crash.life
+        if report in self._crashes:
+            return
+        _remember(self._crashes, report)
+        named: dict[str, Positions] = {}
+        for inside in crash.inside:
+            before = named.get(inside.batch, np.empty(0, np.uint32))
+            named[inside.batch] = np.union1d(before, unpack_positions(inside.pos)).astype(np.uint32)
+        if chunk is None:
+            for batch_id, rows in named.items():
+                self._charge_late(batch_id, rows, results.node)
+            return
+        del self.out[chunk.id]
+        self._give_up(chunk.id)
+        for batch_id, rows in named.items():
+            self._charge_late(batch_id, rows, results.node)  # Those that a second copy holds too stay with that.
+        lane = self.lane(chunk.model)
+        for share, rows in self._open_shares(chunk):
+            suspects = named.get(share.batch, np.empty(0, np.uint32))
+            lane.retries.extend(suspicion.after_crash(share, rows, suspects, results.node, now))
+            outcome.touched.append(self.batches[share.batch])
+
+    def _charge_late(self, batch_id: str, rows: Positions, node: str) -> None:
+        """Rows that are elsewhere by now: their chunk was lost before the report came, or they were in two."""
+        progress = self.batches.get(batch_id)
+        if progress is None or not progress.sendable:
+            return
+        lane = self.lane(progress.batch.model)
+        lane.retries = [
+            piece for retry in lane.retries for piece in suspicion.charged_late(retry, batch_id, rows, node)
+        ]
+        for chunk in self.out.values():
+            if chunk.model == lane.model:
+                chunk.shares = [
+                    piece for share in chunk.shares for piece in suspicion.charged_late(share, batch_id, rows, node)
+                ]
+
     def _give_up(self, chunk_id: str) -> None:
-        self.given_up[chunk_id] = None
-        if len(self.given_up) > _MOST_GIVEN_UP:
-            del self.given_up[next(iter(self.given_up))]
+        _remember(self.given_up, chunk_id)
 
     def _open_shares(self, chunk: Outstanding) -> list[tuple[Share, Positions]]:
         """What must be sent again when the chunk is of no use."""
@@ -368,11 +414,14 @@ class Book:
                 whole.add(id(retry))
             else:
                 retry.positions = np.setdiff1d(retry.positions, rows).astype(np.uint32)
-        lane.retries = [r for r in lane.retries if id(r) not in whole]
+        # Some may have been settled since they were picked.
+        lane.retries = [r for r in lane.retries if id(r) not in whole and len(r.positions)]
 
     def _take_from_retries(self, lane: Lane, batch_id: str, rows: Positions) -> None:
         kept = []
         for retry in lane.retries:
+            if not len(retry.positions):
+                continue
             apart = retry.positions[0] > rows[-1] or retry.positions[-1] < rows[0]
             if retry.batch == batch_id and not apart:
                 stay = ~np.isin(retry.positions, rows)
@@ -404,3 +453,9 @@ class Book:
         for start in range(0, len(rows), 256):
             piece = rows[start : start + 256]
             self.lane(progress.batch.model).retries.append(Retry(progress.id, piece, 1, 0, 0, now))
+
+
+def _remember(known: dict[_Key, None], key: _Key) -> None:
+    known[key] = None
+    if len(known) > _MOST_REMEMBERED:
+        del known[next(iter(known))]

@@ -100,7 +100,7 @@ class Core:
             self.hold_until = max(self.hold_until, now + seconds)
             for chunk in self.book.out.values():
                 chunk.leased_at = chunk.unleased_since = chunk.missing_since = chunk.target_gone_since = None
-                chunk.node = chunk.pid = None
+                chunk.node = None
                 chunk.sent_at = now
 
     # -- troubles --------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class Dispatcher:
             if self._outbox is not None and core.fatal is None:
                 # It never went out; the next life need not wait for it.
                 with contextlib.suppress(DiskFull):
-                    core.lose(Lost(self._outbox.chunk_id, convict=False))
+                    core.lose(Lost(self._outbox.chunk_id, leased=False))
 
     def _round(self) -> float:
         """One chunk for every lane that has one; seconds until there may be more (0: at once)."""
@@ -143,7 +143,9 @@ class Dispatcher:
         core = self._core
         with core.lock:
             lane = core.book.lanes.get(model)
-            found = packing.exhausted(lane, 1 + self._settings.scheduler.retry_times) if lane is not None else []
+            nodes = self._sizes.capacity(model, core.workers).nodes
+            most = 1 + self._settings.scheduler.retry_times
+            found = packing.exhausted(lane, most, nodes) if lane is not None else []
         return all(core.while_disk_full(functools.partial(core.decide, decision)) for decision in found)
 
     def _read_sizes(self, drafted: list[Pick]) -> list[Pick]:
@@ -178,7 +180,7 @@ class Dispatcher:
         if not kept:
             return
         chunk_id, sent_at = new_chunk_id(), time.time()
-        sent = [sent_slice(p.batch, p.positions, p.attempt, p.losses, p.alone) for p in kept]
+        sent = [sent_slice(p.batch, p.positions, p.attempt, p.charges, p.lapses, p.tried) for p in kept]
         record = Dispatch(chunk_id, model, sent_at, sent, drafted.node, drafted.copy_of)
         encoded = encode_record(record)
         batch, not_after = None, 0.0
@@ -218,6 +220,7 @@ class Dispatcher:
             batch.batch.timeout_s,
             batch.batch.cache,
             slices,
+            isolated=drafted.isolated,
         )
         batches = kept[0].batch if len(kept) == 1 else f"{kept[0].batch}+{len({p.batch for p in kept}) - 1}"
         requests = sum(len(p.positions) for p in kept)

@@ -19,8 +19,11 @@ class Share:
     batch: str
     positions: Positions
     attempt: int
-    losses: int
-    alone: int
+    #: Crashes with these rows inside the engine, and losses in a row that no report explained (`suspicion`).
+    charges: int
+    lapses: int
+    #: The worker that tried them in vain, `*`: more than one.
+    tried: str = ""
 
 
 class Done(NamedTuple):
@@ -58,11 +61,8 @@ class Outstanding:
     unleased_since: float | None = None
     #: Monotonic seconds since when whoever holds it now was seen to do so.
     held_since: float | None = None
-    #: Who holds it, and which life of it (its pid).
+    #: Who holds it.
     node: str | None = None
-    pid: int | None = None
-    #: How often it went from one worker's life to another's without having been lost in between.
-    moves: int = 0
     #: Monotonic seconds since when it looks as if its message was lost in the queue.
     missing_since: float | None = None
     #: Result messages that came, a bit for each `seq`, by node.
@@ -77,9 +77,14 @@ class Outstanding:
         return node_queue(self.model, self.target) if self.target else infer_queue(self.model)
 
     @property
-    def losses(self) -> int:
-        """Chunks lost with these rows in the engine."""
-        return max((share.losses for share in self.shares), default=0)
+    def isolated(self) -> bool:
+        """True when its rows are suspects, which travel with nobody else."""
+        return any(share.charges >= 2 for share in self.shares)
+
+    @property
+    def suspected(self) -> bool:
+        """True when some of its rows were inside an engine that ended: nothing to have in two engines."""
+        return any(share.charges for share in self.shares)
 
 
 @dataclass(slots=True)
@@ -89,13 +94,14 @@ class Retry:
     batch: str
     positions: Positions
     attempt: int
-    losses: int
-    alone: int
+    charges: int
+    lapses: int
     #: Monotonic seconds before which they are not sent.
     not_before: float
     #: What becomes of them when attempts are used up; an empty code: their last error line stands.
     code: str = ""
     message: str = ""
+    tried: str = ""
 
 
 @dataclass(slots=True)

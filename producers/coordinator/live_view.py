@@ -96,7 +96,7 @@ class LiveView:
                     core.dirty.update(core.book.batches)
                 core.dispatch.set()
             now = time.monotonic()
-            losses.see_leases(core.book, nodes, now, {w.node: w.pid for w in workers})
+            losses.see_leases(core.book, nodes, now)
             losses.see_workers(core.book, {w.node for w in workers if w.state != "draining"}, now)
             # Marked anew each time until the batch has ended, since Redis may be wiped.
             core.cancelled &= set(core.book.batches)
@@ -130,7 +130,7 @@ class LiveView:
                 chunk = core.book.out.get(verdict.chunk)
                 node = (chunk.node or chunk.target or None) if chunk is not None else None
                 orphaned = chunk.queue if chunk is not None and chunk.target_gone_since is not None else None
-            log.warning("chunk_lost", chunk=verdict.chunk, had_lease=verdict.convict, node=node)
+            log.warning("chunk_lost", chunk=verdict.chunk, had_lease=verdict.leased, node=node)
             if not core.while_disk_full(functools.partial(core.lose, verdict)):
                 return
             if orphaned is not None:

@@ -13,15 +13,12 @@ from producers.coordinator.records import Lost
 
 #: Seconds a worker's lease may be missing before it counts as lapsed: its last results are on their way.
 GRACE_S = 2.0
-#: How often a chunk may go from one worker to the next before it counts as what ends them. A worker that drains gives
-#: its chunks to others, and the broker does so when a connection breaks; one that dies looks the same from here.
-MOVES = 1
 #: Seconds to wait for a result message that a later one overtook.
 OVERTAKEN_S = 10.0
 
 
-def see_leases(book: Book, nodes: Mapping[str, str | None], now: float, pids: Mapping[str, int] | None = None) -> None:
-    """Fold in who holds which chunk (`nodes`: chunk id → node, or None; `pids`: node → its process)."""
+def see_leases(book: Book, nodes: Mapping[str, str | None], now: float) -> None:
+    """Fold in who holds which chunk (`nodes`: chunk id → node, or None)."""
     for chunk_id, node in nodes.items():
         chunk = book.out.get(chunk_id)
         if chunk is None:
@@ -29,10 +26,7 @@ def see_leases(book: Book, nodes: Mapping[str, str | None], now: float, pids: Ma
         if node is not None:
             if chunk.held_since is None or node != chunk.node:
                 chunk.held_since = now
-            pid = pids.get(node) if pids is not None else None
-            if chunk.node is not None and (node != chunk.node or (None not in (pid, chunk.pid) and pid != chunk.pid)):
-                chunk.moves += 1
-            chunk.leased_at, chunk.node, chunk.pid = now, node, pid
+            chunk.leased_at, chunk.node = now, node
             chunk.unleased_since = chunk.missing_since = None
             leased = book.lane(chunk.model).leased_order
             leased[chunk.queue] = max(leased.get(chunk.queue, -1), chunk.order)
@@ -78,14 +72,14 @@ def judge(book: Book, now: float, hold_until: float, seen_at: float, lease_s: fl
     for chunk in book.out.values():
         if chunk.done is not None:
             if now - chunk.done_at > OVERTAKEN_S and seen_at > chunk.done_at:
-                found.append(Lost(chunk.id, convict=False))
-        elif _lapsed(chunk, now, seen_at, lease_s) or chunk.moves > (0 if chunk.losses else MOVES):
-            found.append(Lost(chunk.id, convict=True))
+                found.append(Lost(chunk.id, leased=False))
+        elif _lapsed(chunk, now, seen_at, lease_s):
+            found.append(Lost(chunk.id, leased=True, node=chunk.node or ""))
         elif chunk.missing_since is not None and now - chunk.missing_since > unclaimed_s:
-            found.append(Lost(chunk.id, convict=False))
+            found.append(Lost(chunk.id, leased=False))
         elif chunk.target_gone_since is not None and now - chunk.target_gone_since > lease_s + GRACE_S:
             # Its message waits where nobody looks.
-            found.append(Lost(chunk.id, convict=False))
+            found.append(Lost(chunk.id, leased=False))
     return found
 
 

@@ -7,6 +7,7 @@ small, and smaller only at the very end, where equal shares for all workers matt
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from common.live import WorkerFacts
 from common.settings import Scheduler
 from producers.batch import Batch
+from producers.coordinator import suspicion
 from producers.coordinator.book import Book
 from producers.coordinator.lanes import Lane, Retry
 from producers.coordinator.progress import Progress
@@ -24,11 +26,6 @@ from producers.coordinator.records import Exhausted, pack_positions
 from producers.coordinator.row_states import Positions
 from producers.coordinator.weights import Weights
 
-#: Losses from which rows go out with no other rows of that kind beside them, one chunk a worker.
-SUSPECT_LOSSES = 2
-#: A row that was alone in this many lost chunks, and was in at least `CONVICT_LOSSES`, is held to end engines.
-CONVICT_ALONE = 2
-CONVICT_LOSSES = 3
 #: Seconds from the end of a chunk to a new one in the queue, at most, on a slow network with a busy coordinator.
 REFILL_S = 2.0
 #: Seconds between two weighings of all batches: deadlines near.
@@ -96,12 +93,13 @@ class Pick(NamedTuple):
     batch: str
     positions: Positions
     attempt: int
-    losses: int
-    alone: int
+    charges: int
+    lapses: int
     #: Where they come from when they were sent before.
     retry: Retry | None
     #: Estimated, in tokens.
     cost: int = 0
+    tried: str = ""
 
 
 class Draft(NamedTuple):
@@ -112,6 +110,7 @@ class Draft(NamedTuple):
     node: str = ""
     #: The chunk that some of its rows are in already; empty: none.
     copy_of: str = ""
+    isolated: bool = False
 
 
 class Wait(NamedTuple):
@@ -122,18 +121,21 @@ class Wait(NamedTuple):
     idle: bool = False
 
 
-def exhausted(lane: Lane, max_attempts: int) -> list[Exhausted]:
-    """Decisions on rows that get no further attempt."""
+def exhausted(lane: Lane, max_attempts: int, nodes: Sequence[str] = ()) -> list[Exhausted]:
+    """Decisions on rows that get no further attempt. `nodes`: workers that one might be made on."""
     found = []
     for retry in lane.retries:
-        if retry.attempt > max_attempts:
+        more = suspicion.untried(retry.tried, nodes)
+        if not len(retry.positions):
+            continue
+        if retry.attempt > max_attempts + more:
             use_line = not retry.code
             code = retry.code or "attempts_exhausted"
             message = retry.message or "every attempt failed"
             attempts = retry.attempt - 1
-        elif retry.alone >= CONVICT_ALONE and retry.losses >= CONVICT_LOSSES:
-            use_line, code, attempts = False, "engine_crash", retry.losses
-            message = f"the engine ended {retry.losses} times with this request in it"
+        elif retry.charges >= suspicion.CONVICTED + more:
+            use_line, code, attempts = False, "engine_crash", retry.charges
+            message = f"the engine ended {retry.charges} times with this request in it, at last with nothing else in it"
         else:
             continue
         found.append(Exhausted(retry.batch, pack_positions(retry.positions), use_line, code, message, attempts))
@@ -150,12 +152,12 @@ def draft(
     _wake(book, lane, wall)
     _weigh(book, lane, now, wall, weights)
     due, until, held = _due(book, lane, now, wall)
-    lost = _lost(book, lane, due, room.workers)
-    if lost is not None:
-        return Draft([Pick(lost.batch, lost.positions, lost.attempt, lost.losses, lost.alone, lost)])
+    apart = _isolated(book, lane, due, room) or _elsewhere(book, lane, due, room)
+    if apart is not None:
+        return apart if apart.picks else _answered(lane, now)
     again: dict[str, list[Retry]] = {}
     for retry in due:
-        if not retry.losses:
+        if retry.charges < suspicion.SUSPECT:
             again.setdefault(retry.batch, []).append(retry)
     for batch_id in again:
         lane.fair.activate(batch_id, book.batches[batch_id].batch.tenant)
@@ -177,7 +179,14 @@ def draft(
         if now < lane.partial_since + wait_s:
             return Wait(min(until, lane.partial_since + wait_s))
     lane.partial_since = None
-    return Draft(_pack(book, lane, again, size, fresh, wall))
+    picks = _pack(book, lane, again, size, fresh, wall)
+    return Draft(picks) if picks else _answered(lane, now)
+
+
+def _answered(lane: Lane, now: float) -> Wait:
+    """What was to be sent again is answered meanwhile."""
+    lane.retries = [r for r in lane.retries if len(r.positions)]
+    return Wait(now)
 
 
 def _wake(book: Book, lane: Lane, wall: float) -> None:
@@ -245,13 +254,56 @@ def _retire(lane: Lane, progress: Progress, wall: float) -> bool:
     return True
 
 
-def _lost(book: Book, lane: Lane, due: list[Retry], workers: int) -> Retry | None:
-    """Rows of a lost chunk; they travel alone, and those lost more than once one chunk a worker."""
-    suspects = sum(1 for c in book.out.values() if c.model == lane.model and c.losses >= SUSPECT_LOSSES)
+def _isolated(book: Book, lane: Lane, due: list[Retry], room: Capacity) -> Draft | None:
+    """Suspects, for one worker that runs them one at a time; on another than they were tried on where there is one."""
+    suspects = [r for r in due if r.charges >= suspicion.SUSPECT]
+    out = [c for c in book.out.values() if c.model == lane.model]
+    if not suspects or not suspicion.room_for_isolated(out, room.workers):
+        return None
+    first = suspects[0]
+    like = [r for r in suspects if r.lapses == first.lapses]
+    busy = {c.target for c in out if c.isolated}
+    nodes = [n for n in room.nodes if n not in busy]
+    node = next((n for n in nodes if n != first.tried), nodes[0] if nodes else "")
+    return Draft(_alike(book, like, suspicion.isolated_size(first.lapses)), node, isolated=True)
+
+
+def _elsewhere(book: Book, lane: Lane, due: list[Retry], room: Capacity) -> Draft | None:
+    """Requests that one worker failed at, for another one, where there is one."""
+    sent = Counter(c.target for c in book.out.values() if c.model == lane.model)
+    nodes = sorted(room.nodes, key=lambda node: sent[node])
     for retry in due:
-        if retry.losses and (retry.losses < SUSPECT_LOSSES or suspects < max(1, workers)):
-            return retry
+        if _failed(retry) and suspicion.untried(retry.tried, nodes):
+            node = next(n for n in nodes if n != retry.tried)
+            like = [r for r in due if _failed(r) and r.tried == retry.tried]
+            return Draft(_alike(book, like, room.target), node)
     return None
+
+
+def _failed(retry: Retry) -> bool:
+    return retry.attempt > 1 and retry.charges < suspicion.SUSPECT
+
+
+def _alike(book: Book, retries: list[Retry], size: int) -> list[Pick]:
+    """Up to `size` rows of these retries that may share a chunk."""
+    picks: list[Pick] = []
+    left = size
+    kind = _kind(book.batches[retries[0].batch].batch)
+    for retry in retries:
+        if left and _kind(book.batches[retry.batch].batch) == kind and _still_open(book, retry):
+            picks.append(_again(retry, retry.positions[:left]))
+            left -= len(picks[-1].positions)
+    return picks
+
+
+def _still_open(book: Book, retry: Retry) -> bool:
+    """False when all its rows were answered after all: by a worker that was thought lost, or a second copy."""
+    retry.positions = book.batches[retry.batch].rows.open_rows(retry.positions)
+    return len(retry.positions) > 0
+
+
+def _again(retry: Retry, rows: Positions) -> Pick:
+    return Pick(retry.batch, rows, retry.attempt, retry.charges, retry.lapses, retry, tried=retry.tried)
 
 
 def _pack(book: Book, lane: Lane, again: dict[str, list[Retry]], size: int, fresh: int, wall: float) -> list[Pick]:
@@ -272,9 +324,9 @@ def _pack(book: Book, lane: Lane, again: dict[str, list[Retry]], size: int, fres
         kind = _kind(progress.batch)
         before = taken
         for retry in retries:
-            if taken < size:
+            if taken < size and _still_open(book, retry):
                 rows = retry.positions[: size - taken]
-                picks.append(Pick(batch_id, rows, retry.attempt, 0, retry.alone, retry))
+                picks.append(_again(retry, rows))
                 taken += len(rows)
         if taken < size and fresh > 0 and batch_id in lane.fresh:
             start = progress.next_pos

@@ -31,8 +31,7 @@ class Type(IntEnum):
 class SentSlice(msgspec.Struct, array_like=True, frozen=True):
     """Rows of one batch in a chunk: `[start, end)` without those whose bit in `wanted` is 0 (empty: all are there).
 
-    `attempt` counts from 1. `losses` is how many chunks were lost with these rows in the engine, `alone` how many of
-    them held no other row.
+    `attempt` counts from 1. `charges`, `lapses` and `tried` are those of `lanes.Share`.
     """
 
     batch: str
@@ -40,8 +39,9 @@ class SentSlice(msgspec.Struct, array_like=True, frozen=True):
     end: int
     wanted: bytes
     attempt: int
-    losses: int = 0
-    alone: int = 0
+    charges: int = 0
+    lapses: int = 0
+    tried: str = ""
 
     def positions(self) -> Positions:
         """The rows' positions, ascending."""
@@ -52,7 +52,9 @@ class SentSlice(msgspec.Struct, array_like=True, frozen=True):
         return every[bits.astype(np.bool_)]
 
 
-def sent_slice(batch: str, positions: Positions, attempt: int, losses: int = 0, alone: int = 0) -> SentSlice:
+def sent_slice(
+    batch: str, positions: Positions, attempt: int, charges: int = 0, lapses: int = 0, tried: str = ""
+) -> SentSlice:
     """The slice that holds exactly these positions (ascending, at least one)."""
     start, end = int(positions[0]), int(positions[-1]) + 1
     wanted = b""
@@ -60,7 +62,7 @@ def sent_slice(batch: str, positions: Positions, attempt: int, losses: int = 0, 
         bits = np.zeros(end - start, dtype=np.uint8)
         bits[positions - start] = 1
         wanted = np.packbits(bits, bitorder="little").tobytes()
-    return SentSlice(batch, start, end, wanted, attempt, losses, alone)
+    return SentSlice(batch, start, end, wanted, attempt, charges, lapses, tried)
 
 
 class Dispatch(msgspec.Struct, array_like=True, frozen=True):
@@ -78,10 +80,11 @@ class Dispatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lost(msgspec.Struct, array_like=True, frozen=True):
-    """A chunk is given up. `convict`: it was lost with its lease, so its rows may be what ended the engine."""
+    """A chunk is given up. `leased`: it was lost with its lease, at `node`, so its rows may be what ended that."""
 
     chunk: str
-    convict: bool
+    leased: bool
+    node: str = ""
 
 
 class Cancelled(msgspec.Struct, array_like=True, frozen=True, tag="cancelled"):

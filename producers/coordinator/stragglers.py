@@ -59,7 +59,7 @@ def _straggles(chunk: Outstanding, since: float) -> bool:
         and chunk.unleased_since is None
         and chunk.done is None
         and not chunk.copy_of
-        and not chunk.losses
+        and not chunk.suspected
     )
 
 
@@ -85,6 +85,6 @@ def _picks(shares: list[tuple[Share, Positions]], most: int) -> list[Pick]:
     picks: list[Pick] = []
     for share, rows in shares:
         if most > 0:
-            picks.append(Pick(share.batch, rows[:most], share.attempt, 0, 0, None))
+            picks.append(Pick(share.batch, rows[:most], share.attempt, 0, share.lapses, None, tried=share.tried))
             most -= len(picks[-1].positions)
     return picks

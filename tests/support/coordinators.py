@@ -22,7 +22,9 @@ from common.messages import (
     TOO_LATE,
     VERSION,
     Chunk,
+    Crash,
     Failure,
+    Inside,
     Kind,
     Part,
     Results,
@@ -225,6 +227,17 @@ class FakeWorker:
         """End at once: nothing is acknowledged, leases lapse by themselves."""
         self._crash.set()
         self.close()
+
+    def report(self, chunk: Chunk, inside: Sequence[tuple[str, int]]) -> None:
+        """What a supervisor says of a worker that ended with this chunk, and with these rows inside its engine."""
+        named = [
+            Inside(batch, np.array([pos for b, pos in inside if b == batch], dtype="<u4").tobytes())
+            for batch in dict.fromkeys(b for b, _ in inside)
+        ]
+        crash = Crash(f"fake.{self.facts.pid}", "signal 9", named)
+        results = Results(VERSION, chunk.id, chunk.model, self.facts.node, 0, False, [], crash=crash)
+        self._publish(chunk.reply_to, self._results.seal(chunk.reply_to, encode(results)))
+        self._live.give_up([chunk.id])
 
     def close(self) -> None:
         """End after the chunk at hand."""

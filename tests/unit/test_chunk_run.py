@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,9 +30,11 @@ from common.registry import ModelVersion
 from common.settings import Settings
 from tests.support.chunks import chat, make_chunk
 from tests.support.ports import wait_until
+from workers import breadcrumb
 from workers import chunk as chunk_module
 from workers import results as results_module
 from workers.abort import Abort
+from workers.breadcrumb import Breadcrumb
 from workers.chunk import ChunkRun, ChunkWork
 from workers.engine import echo
 from workers.engine.base import Answer, Engine, EngineDead
@@ -122,7 +125,7 @@ def test_nothing_to_do_is_done(start_engine: StartEngine) -> None:
 def test_results_leave_when_enough_have_come(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_module, "FLUSH_RESULTS", 10)
     chunk = make_chunk([chat("x")] * 40, MODEL)
-    _, sent = run(chunk, start_engine(LATENCY_MS="5"))
+    _, sent = run(chunk, start_engine(LATENCY_MS="40"))
     assert len(sent) >= 3
     assert all(sum(len(p.kind) for p in m.parts) >= 10 for m in sent[:-1])
 
@@ -159,9 +162,11 @@ class Stuck(echo.EchoEngine):
         return await super().infer(url, body)
 
 
-def in_thread(chunk: Chunk, engine: tuple[EngineThread, Lane]) -> tuple[ChunkWork, Sent, Callable[[], Abort | None]]:
+def in_thread(
+    chunk: Chunk, engine: tuple[EngineThread, Lane], number: int = -1
+) -> tuple[ChunkWork, Sent, Callable[[], Abort | None]]:
     sent, ended = Sent(), []
-    work = ChunkWork(chunk, rows_of(chunk), *engine)
+    work = ChunkWork(chunk, rows_of(chunk), *engine, number)
     thread = threading.Thread(target=lambda: ended.append(ChunkRun(chunk, work, "node", sent).run()))
     thread.start()
 
@@ -253,6 +258,75 @@ def test_the_lane_lets_a_bounded_number_in(start_engine: StartEngine) -> None:
     for work, _, join in runs:
         work.abort(Abort.DRAIN)
         assert join() is Abort.DRAIN
+
+
+def test_isolated_requests_run_one_at_a_time_with_nothing_else_inside(start_engine: StartEngine) -> None:
+    class Watched(echo.EchoEngine):
+        """Notes how many are inside as each comes in."""
+
+        def __init__(self) -> None:
+            super().__init__(MODEL, ModelVersion(source="none", engine={"max_num_seqs": 4}), Settings(), {})
+            self.seen: list[tuple[str, int]] = []
+            self.go = asyncio.Event()
+            self.inside = 0
+
+        async def infer(self, url: str, body: bytes) -> Answer:
+            self.inside += 1
+            self.seen.append((msgspec.json.decode(body)["messages"][0]["content"], self.inside))
+            try:
+                await (self.go.wait() if b"before" in body else asyncio.sleep(0.002))
+                return await super().infer(url, body)
+            finally:
+                self.inside -= 1
+
+    engine = Watched()
+    thread, lane = start_engine(engine)
+    runs = []
+    for text, count in (("before", 3), ("suspect", 4), ("later", 5)):
+        runs.append(in_thread(make_chunk([chat(text)] * count, MODEL, isolated=text == "suspect"), (thread, lane)))
+        here = sum(len(work.rows()) for work, _, _ in runs)
+        wait_until(lambda here=here: lane.inside + len(lane._waiting) == here, 5, "they are here")  # type: ignore[misc]
+    assert lane.inside == 3
+    assert lane.isolating
+    assert lane.outstanding >= lane.limit, "nobody should fetch more"
+    thread.call(engine.go.set)
+    for _, sent, join in runs:
+        assert join() is None
+        assert {kind for kind, _ in sent.rows().values()} == {Kind.OUTPUT}
+    assert [inside for text, inside in engine.seen if text == "suspect"] == [1, 1, 1, 1]
+    assert [text for text, _ in engine.seen] == ["before"] * 3 + ["suspect"] * 4 + ["later"] * 5
+    assert max(inside for text, inside in engine.seen if text == "later") > 1
+    assert not lane.isolating
+
+
+def test_the_breadcrumb_follows_the_engine_and_keeps_what_it_died_of(start_engine: StartEngine, tmp_path: Path) -> None:
+    deaths: list[str] = []
+    thread, _ = start_engine(deaths=deaths, FAULTS="HANG=hang,DIE=die", LATENCY_MS="1")
+    crumb = Breadcrumb(tmp_path / "c", node="n", model=MODEL, life="1", slots=20)
+    lane = Lane(thread, lambda: None, crumb)
+
+    def inside() -> dict[str, list[int]]:
+        found = breadcrumb.read(tmp_path / "c")
+        assert found is not None
+        return {batch: sorted(rows) for held in found.chunks for batch, rows in held.inside.items()}
+
+    def begin(*texts: str) -> tuple[str, ChunkWork, Callable[[], Abort | None]]:
+        chunk = make_chunk([chat(text) for text in texts], MODEL)
+        work, _, join = in_thread(chunk, (thread, lane), crumb.hold(chunk))
+        return chunk.slices[0].batch, work, join
+
+    batch, first, join_first = begin("a", "HANG", "b", "HANG")
+    wait_until(lambda: inside() == {batch: [1, 3]}, 5, "those that hang are named alone")
+    other, second, join_second = begin("HANG")
+    wait_until(lambda: inside() == {batch: [1, 3], other: [0]}, 5, "and those of another chunk")
+    second.abort(Abort.DRAIN)
+    wait_until(lambda: inside() == {batch: [1, 3]}, 5, "what is aborted is inside no more")
+    deadly, third, join_third = begin("DIE")
+    wait_until(lambda: bool(deaths), 5, "the engine dies")
+    for work, join in ((first, join_first), (second, join_second), (third, join_third)):
+        work.abort(Abort.ENGINE)
+        join()
+    assert inside() == {batch: [1, 3], deadly: [0]}
 
 
 def test_what_the_engine_could_not_do_is_a_line_for_people(start_engine: StartEngine) -> None:

@@ -36,7 +36,7 @@ class FakeLive:
             raise redis.ConnectionError("no")
         self.calls.append((name, value))
 
-    def renew_leases(self, chunk_ids: Any, node: str, lease_s: float) -> None:
+    def renew_leases(self, chunk_ids: Any, node: str, lease_s: float, life: str) -> None:
         self._note("renew", sorted(chunk_ids))
 
     def cancelled(self, batches: list[str]) -> set[str]:
@@ -108,7 +108,7 @@ def test_a_change_of_state_is_announced_at_once() -> None:
     thread.start()
     wait_until(lambda: live.told("announce") == ["loading"], 5, "first announcement")
     now[0] = "ready"
-    thread.claim()
+    thread.wake()
     wait_until(lambda: live.told("announce") == ["loading", "ready"], 5, "second announcement")
     thread.close()
 

@@ -27,7 +27,7 @@ class FakeNode:
     def __init__(self) -> None:
         self.name, self.model, self.state = "n", "m@1", "loading"
         self.settings = SimpleNamespace(inference=SimpleNamespace(drain_s=5.0))
-        self.leases = SimpleNamespace(start=lambda: None, claim=lambda: None)
+        self.leases = SimpleNamespace(start=lambda: None, wake=lambda: None)
         self.thread = SimpleNamespace(start=lambda give_up: give_up(), ready=False)
         self.outbox = SimpleNamespace(close=lambda: None)
         self.runs: dict[str, Any] = {}

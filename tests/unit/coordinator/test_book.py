@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages import TOO_LATE, VERSION, Failure, Kind, Part, Results, infer_queue, node_queue
+from common.messages import TOO_LATE, VERSION, Crash, Failure, Inside, Kind, Part, Results, infer_queue, node_queue
 from common.plan import Window
 from common.settings import Scheduler
 from producers.batch import Batch, Input
@@ -26,6 +26,7 @@ from producers.coordinator.records import (
     Paused,
     Reprioritised,
     Resumed,
+    pack_positions,
     sent_slice,
     unpack_positions,
 )
@@ -84,7 +85,7 @@ class Bench:
             f"c{self.numbers}",
             MODEL,
             self.now,
-            [sent_slice(p.batch, p.positions, p.attempt, p.losses, p.alone) for p in picks],
+            [sent_slice(p.batch, p.positions, p.attempt, p.charges, p.lapses, p.tried) for p in picks],
             node,
             copy_of,
         )
@@ -107,10 +108,16 @@ class Bench:
         self.log.append(record)
         self.book.results(record, len(self.log), self.now)
 
-    def lose(self, chunk: str, *, convict: bool) -> None:
-        record = Lost(chunk, convict)
+    def lose(self, chunk: str, *, leased: bool) -> None:
+        record = Lost(chunk, leased)
         self.log.append(record)
         self.book.lost(record, self.now)
+
+    def crash(self, chunk: str, inside: dict[str, list[int]], life: str = "1", node: str = "n") -> None:
+        named = [Inside(b, pack_positions(np.array(p, dtype=np.uint32))) for b, p in inside.items()]
+        record = Results(VERSION, chunk, MODEL, node, 0, False, [], crash=Crash(life, "signal 9", named))
+        self.log.append(record)
+        self.book.results(record, len(self.log), self.now)
 
     def decide(self, decision: Any) -> None:
         self.log.append(decision)
@@ -269,8 +276,8 @@ def test_a_message_lost_on_the_way_is_no_attempt() -> None:
     assert judged(bench, seen_at=bench.now + 1) == []
     bench.now += 11
     assert judged(bench, seen_at=bench.now) == [Lost(first, False)]
-    bench.lose(first, convict=False)
-    assert [(r.positions.tolist(), r.attempt, r.losses) for r in bench.lane.retries] == [([0, 1], 1, 0)]
+    bench.lose(first, leased=False)
+    assert [(r.positions.tolist(), r.attempt, r.charges) for r in bench.lane.retries] == [([0, 1], 1, 0)]
 
 
 def judged(bench: Bench, *, hold_until: float = 0.0, seen_at: float | None = None) -> list[Lost]:
@@ -290,27 +297,9 @@ def test_a_lease_that_lapsed_convicts_after_the_grace() -> None:
     bench.now += 0.2
     assert judged(bench, seen_at=bench.now - 3) == []  # Results wait in the queue: it may be done.
     assert judged(bench, hold_until=bench.now + 1) == []
-    assert judged(bench) == [Lost(chunk, True)]
+    assert judged(bench) == [Lost(chunk, True, "n")]
     losses.see_leases(bench.book, {chunk: "n"}, bench.now)
     assert judged(bench) == []
-
-
-def test_a_chunk_that_ends_one_worker_after_the_other_is_lost_although_its_lease_never_lapses() -> None:
-    bench = Bench(batch_of("a", 8))
-    chunk = str(bench.send())
-    losses.see_leases(bench.book, {chunk: "n"}, bench.now, {"n": 1})
-    losses.see_leases(bench.book, {chunk: "n"}, bench.now, {"n": 1})
-    losses.see_leases(bench.book, {chunk: "n"}, bench.now, {"n": 2})  # The same worker, started again.
-    assert judged(bench) == []  # A worker that drains gives its chunks away, too.
-    losses.see_leases(bench.book, {chunk: "m"}, bench.now, {"n": 2, "m": 9})
-    assert judged(bench) == [Lost(chunk, True)]
-    bench.lose(chunk, convict=True)
-    half = str(bench.send())
-    losses.see_leases(bench.book, {half: "m"}, bench.now, {"m": 9})
-    losses.see_leases(bench.book, {half: "m"}, bench.now, {})  # Nobody knows of m's process.
-    assert judged(bench) == []
-    losses.see_leases(bench.book, {half: "k"}, bench.now, {"k": 4})
-    assert judged(bench) == [Lost(half, True)]
 
 
 def test_results_that_keep_coming_do_not_hide_a_loss_for_ever() -> None:
@@ -319,7 +308,7 @@ def test_results_that_keep_coming_do_not_hide_a_loss_for_ever() -> None:
     losses.see_leases(bench.book, {chunk: "n"}, bench.now)
     losses.see_leases(bench.book, {chunk: None}, bench.now)
     bench.now += 61
-    assert judged(bench, seen_at=0.0) == [Lost(chunk, True)]
+    assert judged(bench, seen_at=0.0) == [Lost(chunk, True, "n")]
 
 
 def test_a_chunk_that_later_ones_overtook_is_missing_after_a_while() -> None:
@@ -335,8 +324,8 @@ def test_a_chunk_that_later_ones_overtook_is_missing_after_a_while() -> None:
     bench.now += 2
     losses.see_leases(bench.book, {second: "n"}, bench.now)
     assert judged(bench) == [Lost(first, False)]
-    bench.lose(first, convict=False)
-    assert [(r.attempt, r.losses) for r in bench.lane.retries] == [(1, 0)]
+    bench.lose(first, leased=False)
+    assert [(r.attempt, r.charges) for r in bench.lane.retries] == [(1, 0)]
 
 
 def test_an_empty_queue_means_missing_but_an_unknown_one_does_not() -> None:
@@ -372,8 +361,8 @@ def test_a_chunk_for_a_worker_that_is_gone_is_lost_without_blame() -> None:
     assert judged(bench) == []  # It may be starting anew: its lease and the grace have to pass.
     bench.now += 1
     assert judged(bench) == [Lost(chunk, False)]
-    bench.lose(chunk, convict=False)
-    assert [(r.attempt, r.losses, r.alone) for r in bench.lane.retries] == [(1, 0, 0)]
+    bench.lose(chunk, leased=False)
+    assert [(r.attempt, r.charges, r.lapses) for r in bench.lane.retries] == [(1, 0, 0)]
     assert list(bench.book.given_up) == [chunk]
     again = bench.send()
     assert isinstance(again, str)
@@ -415,59 +404,11 @@ def test_a_chunk_that_never_went_out_is_not_missing() -> None:
     assert judged(bench) == []
 
 
-def test_a_lost_chunk_is_halved_until_one_row_is_left_and_that_one_is_convicted() -> None:
-    poison = 5
-    bench = Bench(batch_of("a", 8))
-    crashes = 0
-    for _ in range(200):
-        for decision in packing.exhausted(bench.lane, 4):
-            bench.decide(decision)
-        sent = bench.send()
-        if isinstance(sent, Wait):
-            break
-        rows = bench.positions(sent)
-        assert len(bench.book.out[sent].shares) == 1
-        if poison in rows:
-            crashes += 1
-            bench.lose(sent, convict=True)
-        else:
-            bench.answer(sent, all_of(Kind.OUTPUT, rows), done=True)
-    progress = bench.book.batches["a"]
-    assert progress.complete
-    assert progress.rows.failed.count == 1
-    assert progress.rows.failed.get(np.array([poison], dtype=np.uint32)).all()
-    assert crashes == 5  # 8, 4, 2, and twice alone.
-
-
-def test_rows_lost_twice_go_one_chunk_a_worker() -> None:
-    bench = Bench(batch_of("a", 16))
-    for _ in range(2):
-        for chunk in [str(bench.send()), str(bench.send())]:
-            bench.lose(chunk, convict=True)
-    assert {r.losses for r in bench.lane.retries} == {1, 2}
-    sent = []
-    while isinstance(again := bench.send(), str):
-        sent.append(bench.book.out[again].losses)
-    assert sorted(sent) == [1, 1, 2]
-
-
-def test_a_single_row_needs_three_losses() -> None:
-    bench = Bench(batch_of("a", 1))
-    for losses_seen in range(3):
-        assert packing.exhausted(bench.lane, 4) == []
-        chunk = str(bench.send())
-        assert bench.book.out[chunk].losses == losses_seen
-        bench.lose(chunk, convict=True)
-    found = packing.exhausted(bench.lane, 4)
-    assert [(d.code, d.use_line) for d in found] == [("engine_crash", False)]
-    assert "3 times" in found[0].message
-
-
 def test_only_open_rows_are_sent_again() -> None:
     bench = Bench(batch_of("a", 8))
     chunk = str(bench.send())
     bench.answer(chunk, all_of(Kind.OUTPUT, [0, 2, 4, 6]) | all_of(Kind.ERROR, [7]))
-    bench.lose(chunk, convict=False)
+    bench.lose(chunk, leased=False)
     assert bench.positions(str(bench.send())) == [1, 3, 5]
 
 
@@ -475,14 +416,14 @@ def test_a_row_whose_attempt_came_back_is_not_sent_twice_when_its_chunk_is_lost(
     bench = Bench(batch_of("a", 8))
     chunk = str(bench.send())
     bench.answer(chunk, {3: Kind.RETRY})
-    bench.lose(chunk, convict=False)
+    bench.lose(chunk, leased=False)
     assert sorted(p for r in bench.lane.retries for p in r.positions.tolist()) == list(range(8))
 
 
 def test_results_of_chunks_that_were_given_up_count() -> None:
     bench = Bench(batch_of("a", 8))
     chunk = str(bench.send())
-    bench.lose(chunk, convict=False)
+    bench.lose(chunk, leased=False)
     again = str(bench.send())
     bench.answer(chunk, all_of(Kind.OUTPUT, list(range(8))), done=True)
     assert bench.book.batches["a"].complete
@@ -515,7 +456,7 @@ def test_a_cancelled_batch_sends_nothing_more_and_takes_what_comes() -> None:
     assert {bench.book.out[str(bench.send())].shares[0].batch for _ in range(3)} == {"b"}
     bench.answer(chunk, all_of(Kind.OUTPUT, [0, 1]))
     assert bench.book.batches["a"].rows.settled.count == 2
-    bench.lose(chunk, convict=True)
+    bench.lose(chunk, leased=True)
     assert bench.lane.retries == []
     assert bench.book.batches["a"].status().status == "cancelling"
 
@@ -533,7 +474,7 @@ def test_a_paused_batch_sends_nothing_and_is_in_nobodys_way() -> None:
     lost = [str(bench.send()) for _ in range(5)]
     bench.decide(Paused("a", 1.0))
     for chunk in lost:
-        bench.lose(chunk, convict=False)
+        bench.lose(chunk, leased=False)
     # What waits to be sent again and may not takes nothing of the window.
     sent = []
     while isinstance(more := bench.send(), str):
@@ -550,7 +491,7 @@ def test_a_chunk_given_back_by_a_wrong_clock_is_no_attempt() -> None:
     chunk = str(bench.send())
     bench.answer(chunk, {0: Kind.OUTPUT}, done=True, failure=Failure(TOO_LATE, ""))
     assert bench.book.batches["a"].clock_doubted
-    assert [(r.positions.tolist(), r.attempt, r.losses) for r in bench.lane.retries] == [([1, 2, 3, 4, 5, 6, 7], 1, 0)]
+    assert [(r.positions.tolist(), r.attempt, r.charges) for r in bench.lane.retries] == [([1, 2, 3, 4, 5, 6, 7], 1, 0)]
     assert bench.positions(str(bench.send())) == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -572,7 +513,7 @@ def test_trimming_keeps_the_first_row_whatever_its_size() -> None:
 
 def test_a_retry_that_does_not_fit_stays_in_part() -> None:
     bench = Bench(batch_of("a", 8))
-    bench.lose(str(bench.send()), convict=False)
+    bench.lose(str(bench.send()), leased=False)
     drafted = bench.draft()
     assert not isinstance(drafted, Wait)
     bench.send_picks(packing.trim(drafted.picks, [np.full(8, 10)], 35))
@@ -599,10 +540,13 @@ def test_reading_the_log_again_gives_the_same_book(seed: int) -> None:
             kinds = {p: Kind(rng.choice([1, 1, 1, 2, 3])) for p in rows}
             failure = Failure(rng.choice(["x", TOO_LATE]), "y") if rng.random() < 0.2 else None
             bench.answer(chunk, kinds, batch=batch, done=rng.random() < 0.4, seq=rng.randint(0, 2), failure=failure)
-        elif act < 0.9:
+        elif act < 0.88:
             assert bench.book.window_used(bench.lane) == sum(p.outstanding for p in bench.book.batches.values())
+        elif act < 0.93:
+            bench.lose(chunk, leased=rng.random() < 0.5)
         elif act < 0.97:
-            bench.lose(chunk, convict=rng.random() < 0.5)
+            inside = {b: [p for p in range(sizes[b]) if rng.random() < 0.3] for b in sizes}
+            bench.crash(rng.choice([chunk, "an old one"]), inside, life=rng.choice("xy"))
         else:
             name = rng.choice("ab")
             decisions = [Cancelled(name, 0, 1.0), Expired(name, 0, 1.0), Paused(name, 1.0), Resumed(name, 1.0)]
@@ -610,15 +554,17 @@ def test_reading_the_log_again_gives_the_same_book(seed: int) -> None:
     again = bench.replay()
     assert list(again.out) == list(bench.book.out)
     for chunk_id, out in bench.book.out.items():
-        mine = [(s.batch, s.positions.tolist(), s.attempt, s.losses, s.alone) for s in out.shares]
-        theirs = [(s.batch, s.positions.tolist(), s.attempt, s.losses, s.alone) for s in again.out[chunk_id].shares]
+        mine = [(s.batch, s.positions.tolist(), s.attempt, s.charges, s.lapses, s.tried) for s in out.shares]
+        theirs = [
+            (s.batch, s.positions.tolist(), s.attempt, s.charges, s.lapses, s.tried) for s in again.out[chunk_id].shares
+        ]
         assert mine == theirs
 
     def waiting(book: Book) -> list[Any]:
         return sorted(
-            (r.batch, p, r.attempt, r.losses, r.alone, r.code)
+            (r.batch, p, r.attempt, r.charges, r.lapses, r.tried, r.code)
             for r in book.lane(MODEL).retries
-            for p in r.positions.tolist()
+            for p in book.batches[r.batch].rows.open_rows(r.positions).tolist()
         )
 
     assert waiting(again) == waiting(bench.book)

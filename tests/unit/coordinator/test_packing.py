@@ -115,7 +115,7 @@ def test_attempts_and_losses_count_against_their_batch() -> None:
         elif turn % 4:
             bench.answer(chunk, all_of(Kind.RETRY, bench.positions(chunk, "bad")), batch="bad", done=True)
         else:
-            bench.lose(chunk, convict=False)
+            bench.lose(chunk, leased=False)
         if turn == 99:
             break
     assert abs(answered["good"] - answered["bad"]) <= 16

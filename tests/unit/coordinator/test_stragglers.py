@@ -121,9 +121,9 @@ def test_a_loss_or_a_failure_of_one_sends_nothing_while_the_other_lives() -> Non
     assert found is not None
     second = copy(bench, found)
     bench.answer(second, {2: Kind.RETRY, 3: Kind.OUTPUT}, node="fast")
-    bench.lose(second, convict=False)
+    bench.lose(second, leased=False)
     assert bench.lane.retries == []
-    bench.lose(chunk, convict=False)
+    bench.lose(chunk, leased=False)
     assert [r.positions.tolist() for r in bench.lane.retries] == [[2, 4, 5, 6, 7]]
 
 
@@ -137,7 +137,7 @@ def test_a_copy_for_a_worker_that_is_gone_is_lost_and_another_is_made() -> None:
     losses.see_leases(bench.book, {chunk: "slow"}, bench.now)
     verdict = judged(bench)[0]
     assert verdict.chunk == second
-    bench.lose(second, convict=False)
+    bench.lose(second, leased=False)
     again = find(bench, nodes=["slow", "other"])
     assert again is not None
     assert (again.node, again.picks[0].positions.tolist()) == ("other", [2, 3, 4, 5, 6, 7])
@@ -176,7 +176,7 @@ def test_whatever_becomes_of_copies_no_row_is_forgotten_and_the_log_says_the_sam
             rows = {p: Kind(rng.choice([1, 1, 2, 3])) for p in share.positions.tolist() if rng.random() < 0.5}
             bench.answer(chunk, rows, batch=share.batch, done=rng.random() < 0.5, seq=rng.randint(0, 1))
         else:
-            bench.lose(chunk, convict=rng.random() < 0.3)
+            bench.lose(chunk, leased=rng.random() < 0.3)
     for book in (bench.book, bench.replay()):
         lane = book.lane(MODEL)
         for name, progress in book.batches.items():
