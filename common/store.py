@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self, cast
@@ -266,8 +266,29 @@ class LocalStore:
             sync_folder(target.parent)
             sync_folder(source.parent)
 
-    def create_locked(self, path: str) -> int:
-        """Create a file held with an exclusive flock from its first moment; the lock ends with the descriptor."""
+    def move_all(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """As `move`, of many at once."""
+        folders: dict[Path, None] = {}
+        with self.errors("folders cannot be moved"):
+            for path, to in pairs:
+                source, target = self.local_path(path), self.local_path(to)
+                if target.parent not in folders:
+                    make_folders(target.parent)
+                source.rename(target)
+                folders |= {target.parent: None, source.parent: None}
+            for folder in folders:
+                sync_folder(folder)
+
+    def sync(self, path: str) -> None:
+        """Make the names in a folder durable."""
+        with self.errors(f"{path}: cannot be written"):
+            sync_folder(self.local_path(path))
+
+    def create_locked(self, path: str, *, sync: bool = True) -> int:
+        """Create a file held with an exclusive flock from its first moment; the lock ends with the descriptor.
+
+        `sync`: its name is durable when this returns.
+        """
         target = self.local_path(path)
         with self.errors(f"{path}: cannot be written"):
             temporary = self.temporary(target)
@@ -275,7 +296,8 @@ class LocalStore:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 temporary.replace(target)
-                sync_folder(target.parent)
+                if sync:
+                    sync_folder(target.parent)
             except BaseException:
                 os.close(fd)
                 temporary.unlink(missing_ok=True)

@@ -115,6 +115,20 @@ class Client:
         self._see_to_a_fleet(batch.model)
         return look(self.store, batch.id)
 
+    def submit_many(self, sources: Iterable[Iterable[Mapping[str, Any]]], **options: Any) -> Iterator[str]:
+        """Enqueue many batches, for a fraction of the waits on the disk; their ids, in order.
+
+        Each source holds the requests of one batch; `options` are those of `submit`, the same for all. What `submit`
+        raises of a source is raised when its turn comes: the batches before it are enqueued, it and those after it are
+        not. Nothing happens before the first id is asked for.
+        """
+        wish = Options(**options)
+        check_fleet(self.settings, self.store)
+        encoded = (b"".join(msgspec.json.encode(r) + b"\n" for r in requests) for requests in sources)
+        for batch in intake.submit_many(encoded, self.store, self.settings, self.models, wish):
+            self._see_to_a_fleet(batch.model)
+            yield batch.id
+
     def status(self, batch_id: str) -> BatchView:
         """Where a batch stands; `UsageError` when there is none."""
         return look(self.store, batch_id)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -30,7 +30,7 @@ from ulid import ULID
 
 from common.errors import Unreachable
 from common.ids import is_batch_id, new_batch_id
-from common.store import LocalStore, Store
+from common.store import FileGroup, LocalStore, Store
 from producers.batch import Batch, folder
 
 INCOMING = "incoming"
@@ -51,11 +51,16 @@ def key_path(key: str) -> str:
 
 
 class Spool:
-    """A batch in the making. Leaving the block without `publish` removes all that was written."""
+    """A batch in the making. Leaving the block without `publish` removes all that was written.
 
-    def __init__(self, store: Store) -> None:
+    `files`: a group that the batch's files are written into, with those of others; `publish_all` then publishes it.
+    """
+
+    def __init__(self, store: Store, files: FileGroup | None = None) -> None:
         self.id = new_batch_id()
         self.store = store
+        #: What files are written to.
+        self.files: Store | FileGroup = store if files is None else files
         self._lock: int | None = None
         self._lock_path = f"{INCOMING}/{self.id}{_LOCK}"
         self._done = False
@@ -64,7 +69,7 @@ class Spool:
 
     def __enter__(self) -> Self:
         if isinstance(self.store, LocalStore):
-            self._lock = self.store.create_locked(self._lock_path)
+            self._lock = self.store.create_locked(self._lock_path, sync=self.files is self.store)
         else:
             self.store.put_atomic(self._lock_path, b"")
         return self
@@ -95,21 +100,46 @@ class Spool:
             finish(self.store, batch)
         except BaseException:
             if not self._done:
-                # Until the withdrawal is through, the lock must stay: a batch without it would be lost for good.
-                self._done = True
-                self._withdraw(batch)
-                self._done = False
+                self.withdraw(batch)
             raise
         self._done = True
         return batch
 
-    def _withdraw(self, batch: Batch) -> None:
+    def published(self) -> None:
+        """The batch is active: all of it stays, but for its lock."""
+        self._done = True
+        with contextlib.suppress(Unreachable):  # the batch is there; recovery takes the lock away
+            self.store.delete(self._lock_path)
+
+    def withdraw(self, batch: Batch) -> None:
         """Make a batch invisible again, as its submitter will be told that it failed."""
+        # Until this is through, the lock must stay: a batch without it would be lost for good.
+        self._done = True
+        self._take_back(batch)
+        self._done = False
+
+    def _take_back(self, batch: Batch) -> None:
         self.store.delete(f"active/{batch.shard}/{batch.id}")
         if isinstance(self.store, LocalStore):
             self.store.move(folder(batch.id), self.folder)
         else:
             self.store.delete(f"{folder(batch.id)}/batch.json")
+
+
+def publish_all(store: LocalStore, made: Sequence[tuple[Spool, Batch]]) -> None:
+    """Make batches visible and active whose files, `batch.json` among them, are all written; none has a key."""
+    try:
+        store.move_all([(spool.folder, folder(batch.id)) for spool, batch in made])
+        with store.group(lambda: None) as markers:
+            for _, batch in made:
+                markers.put(f"active/{batch.shard}/{batch.id}", b"")
+    except BaseException:
+        for spool, batch in made:
+            with contextlib.suppress(Unreachable):
+                spool.withdraw(batch)
+        raise
+    for spool, _ in made:
+        spool.published()
 
 
 def encode_batch(batch: Batch) -> bytes:

@@ -89,50 +89,60 @@ def _earlier(store: Store, options: Options) -> Batch | None:
 def _submit(
     source: Source, store: Store, settings: Settings, registry: Registry, options: Options, progress: Progress | None
 ) -> Batch:
+    with Spool(store) as spool:
+        return spool.publish(make(source, spool, settings, registry, options, progress))
+
+
+def make(
+    source: Source,
+    spool: Spool,
+    settings: Settings,
+    registry: Registry,
+    options: Options,
+    progress: Progress | None = None,
+) -> Batch:
+    """Write the batch's files, all but `batch.json`; raises as `submit` does."""
     cache = cache_mode(options, settings)
     rules = Rules(settings, registry, options.model, options.max_tokens_default)
-    with Spool(store) as spool:
-        # Beside the batch, not in a /tmp that may be memory.
-        folder = str(store.local_path(INCOMING)) if isinstance(store, LocalStore) else None
-        with Reading(source, rules, skip_invalid=options.skip_invalid, progress=progress, folder=folder) as reading:
-            with _plan_writer(spool) as writer:
-                reading.run(writer)
-                if reading.fatal is not None or not options.skip_invalid:
-                    report = reading.report()
-                    if report.error_count:
-                        raise Rejected(_message(source.name, reading.fatal, report), report)
-            model = rules.decide_default()
-            if options.skip_invalid:
-                report = _write_invalid(spool, reading, model)
-                if reading.repeats_across:
-                    writer = _without_repeats(spool, reading, writer)
-        now = time.time()
-        times = options.times(now)
-        return spool.publish(
-            Batch(
-                id=spool.id,
-                model=model,
-                created_at=now,
-                shard=shard_of(spool.id, settings.scheduler.shards),
-                input=source.facts(),
-                requests=report.requests,
-                planned=writer.planned,
-                invalid=report.error_count,
-                cost=writer.cost,
-                windows=writer.windows,
-                name=options.name,
-                metadata=dict(options.metadata),
-                timeout_s=options.timeout_s or settings.inference.request_timeout_s,
-                cache=cache,
-                idempotency_key=options.idempotency_key,
-                tenant=options.tenant or "default",
-                priority=options.priority or "normal",
-                expires_at=times.expires_at,
-                not_before=times.not_before,
-                run_between=times.run_between,
-                retry_of=options.retry_of,
-            )
-        )
+    # Beside the batch, not in a /tmp that may be memory.
+    folder = str(spool.store.local_path(INCOMING)) if isinstance(spool.store, LocalStore) else None
+    with Reading(source, rules, skip_invalid=options.skip_invalid, progress=progress, folder=folder) as reading:
+        with _plan_writer(spool) as writer:
+            reading.run(writer)
+            if reading.fatal is not None or not options.skip_invalid:
+                report = reading.report()
+                if report.error_count:
+                    raise Rejected(_message(source.name, reading.fatal, report), report)
+        model = rules.decide_default()
+        if options.skip_invalid:
+            report = _write_invalid(spool, reading, model)
+            if reading.repeats_across:
+                writer = _without_repeats(spool, reading, writer)
+    now = time.time()
+    times = options.times(now)
+    return Batch(
+        id=spool.id,
+        model=model,
+        created_at=now,
+        shard=shard_of(spool.id, settings.scheduler.shards),
+        input=source.facts(),
+        requests=report.requests,
+        planned=writer.planned,
+        invalid=report.error_count,
+        cost=writer.cost,
+        windows=writer.windows,
+        name=options.name,
+        metadata=dict(options.metadata),
+        timeout_s=options.timeout_s or settings.inference.request_timeout_s,
+        cache=cache,
+        idempotency_key=options.idempotency_key,
+        tenant=options.tenant or "default",
+        priority=options.priority or "normal",
+        expires_at=times.expires_at,
+        not_before=times.not_before,
+        run_between=times.run_between,
+        retry_of=options.retry_of,
+    )
 
 
 def cache_mode(options: Options, settings: Settings) -> str:
@@ -149,16 +159,16 @@ def cache_mode(options: Options, settings: Settings) -> str:
 @contextlib.contextmanager
 def _plan_writer(spool: Spool) -> Iterator[PlanWriter]:
     with (
-        spool.store.open_write(f"{spool.folder}/{ROWS}") as rows,
-        spool.store.open_write(f"{spool.folder}/{PLAN}") as plan,
+        spool.files.open_write(f"{spool.folder}/{ROWS}") as rows,
+        spool.files.open_write(f"{spool.folder}/{PLAN}") as plan,
     ):
         yield PlanWriter(rows, plan)
 
 
 def _write_invalid(spool: Spool, reading: Reading, model: str) -> Report:
     with (
-        spool.store.open_write(f"{spool.folder}/{INVALID}") as lines,
-        spool.store.open_write(f"{spool.folder}/{INVALID_INDEX}") as index,
+        spool.files.open_write(f"{spool.folder}/{INVALID}") as lines,
+        spool.files.open_write(f"{spool.folder}/{INVALID_INDEX}") as index,
     ):
         return reading.report(InvalidWriter(lines, index, spool.id, model))
 

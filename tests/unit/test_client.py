@@ -156,3 +156,13 @@ def test_list_and_cancel(client: Client, store: LocalStore) -> None:
 def test_who_is_missing_is_seen(client: Client, store: LocalStore) -> None:
     stored.heartbeat(store, time.time() - 100)
     assert client.status(stored.batch(store).id).reason == "no_coordinator"
+
+
+def test_many_batches_are_submitted_at_once(client: Client, store: LocalStore) -> None:
+    ids = list(client.submit_many((_requests(n + 1) for n in range(5)), name="many"))
+    assert [read_batch(store, batch_id).requests for batch_id in ids] == [1, 2, 3, 4, 5]
+    assert client.status(ids[0]).name == "many"
+    assert sorted(store.list("active/0")) == sorted(ids)
+    with pytest.raises(InvalidInput, match="source 1"):
+        list(client.submit_many([_requests(1), [{"custom_id": ""}]]))
+    assert len(store.list("active/0")) == 6
