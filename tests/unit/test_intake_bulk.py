@@ -55,7 +55,7 @@ def test_every_source_is_a_batch_in_order(store: Store, monkeypatch: pytest.Monk
 
 def test_a_source_that_is_refused_stops_it_there(store: Store) -> None:
     sources = [source(0), source(1), b"{no json}\n", source(3)]
-    made = []
+    made: list[Batch] = []
     with pytest.raises(Rejected, match="source 2"):
         made.extend(intake.submit_many(sources, store, SETTINGS, MODELS, Options()))
     assert store.list("incoming") == []
