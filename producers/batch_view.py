@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import msgspec
@@ -148,10 +149,20 @@ def ask(store: Store, batch_id: str, command: str, by: str = "", *, priority: st
 
     Asking something of a batch that has ended changes nothing.
     """
-    from ulid import ULID
-
     before = look(store, batch_id)
     if not before.final:
         made = Command(command=command, at=time.time(), by=by, priority=priority)
-        store.put_atomic(f"control/{batch_id}/{str(ULID()).lower()}.json", msgspec.json.encode(made))
+        name = _next_name(store.list(f"control/{batch_id}"))
+        store.put_atomic(f"control/{batch_id}/{name}", msgspec.json.encode(made))
     return before
+
+
+def _next_name(there: list[str]) -> str:
+    """A name that sorts behind those of commands that wait: ids of one millisecond, or of two clocks, need not."""
+    from ulid import ULID
+
+    made = int(ULID())
+    for name in there:
+        with contextlib.suppress(ValueError):
+            made = max(made, int(ULID.from_str(name.removesuffix(".json").upper())) + 1)
+    return f"{str(ULID.from_int(made)).lower()}.json"

@@ -137,3 +137,9 @@ def _time_of_day(text: str, hour: int, minute: int) -> clock_time:
     if hour > 23 or minute > 59:
         raise UsageError(f"'{text}': {hour}:{minute:02} is no time of day")
     return clock_time(hour, minute)
+
+
+def opens(now: float, not_before: float | None, window: RunWindow | None) -> float:
+    """From when on requests may be sent, `now` or later."""
+    at = max(now, not_before or 0.0)
+    return at if window is None else window.opens(at)

@@ -10,7 +10,7 @@ from producers import intake
 from producers.batch import read_batch
 from producers.batch_view import look
 from producers.cli import say, surroundings, wording
-from producers.cli.submit import let_go
+from producers.cli.submit import let_go, warn_of_hours
 from producers.cli.watch import default_folder, running_fleet, to_the_end
 from producers.intake import Options
 from producers.outputs import check_folder
@@ -48,6 +48,7 @@ def retry(wish: Wish) -> int:
     seen = look(store, batch.id)
     what = wording.number(batch.requests, "request")
     say.err(f"{batch.id}: {what} of {earlier.id} again, for {batch.model}")
+    warn_of_hours(batch)
     if not wish.detach:
         return to_the_end(store, seen, settings, wish.output, as_json=wish.as_json, merged=wish.merged)
     with running_fleet(settings, seen):

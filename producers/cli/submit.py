@@ -19,6 +19,7 @@ from producers.cli.watch import default_folder, output_again, running_fleet, tel
 from producers.intake import Options
 from producers.outputs import check_folder
 from producers.reachability import check_fleet
+from producers.schedule import opens, run_window
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def submit(wish: Wish) -> int:
     store = surroundings.store_of(settings)
     check_fleet(settings, store)
     batch = take_in(wish, options, store, settings, registry)
+    warn_of_hours(batch)
     seen = look(store, batch.id)
     if not wish.detach:
         return to_the_end(store, seen, settings, wish.output, as_json=wish.as_json)
@@ -95,6 +97,14 @@ def take_in(wish: Wish, options: Options, store: Store, settings: Settings, regi
     skipped = f" ({batch.invalid:,} invalid)" if batch.invalid else ""
     say.err(f"{batch.id}: {wording.number(batch.requests, 'request')}{skipped} for {batch.model}")
     return batch
+
+
+def warn_of_hours(batch: Batch) -> None:
+    """Say so when a batch expires before any of it may be sent."""
+    if batch.expires_at is not None:
+        window = None if batch.run_between is None else run_window(batch.run_between)
+        if opens(batch.created_at, batch.not_before, window) >= batch.expires_at:
+            say.err("producers: warning: its completion window ends before its hours begin; nothing of it will be sent")
 
 
 def let_go(seen: BatchView, output: Path | None, *, as_json: bool) -> int:

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from common.messages import Usage
+from producers import schedule
 from producers.batch import Batch, Counts, Status
 from producers.coordinator.records import Cancelled, Cut
 from producers.coordinator.row_states import RowStates
@@ -86,8 +87,7 @@ class Progress:
 
     def opens(self, now: float) -> float:
         """From when on rows of it may go out, `now` or later (Unix seconds): by its submitter, and by its files."""
-        at = max(now, self.batch.not_before or 0.0, self.unreadable_until)
-        return at if self.window is None else self.window.opens(at)
+        return schedule.opens(max(now, self.unreadable_until), self.batch.not_before, self.window)
 
     @property
     def accepting(self) -> bool:

@@ -15,6 +15,7 @@ import pytest
 
 from common.errors import InvalidInput, Unreachable, UsageError
 from common.ids import new_batch_id
+from common.lines import answer_line
 from common.registry import ModelVersion, Registry
 from common.settings import Settings
 from common.store import LocalStore
@@ -94,6 +95,39 @@ def test_submit_finds_out_that_nobody_is_there(client: Client, store: LocalStore
 def test_an_idempotency_key_is_one_batch(client: Client) -> None:
     ids = {client.submit(_requests(3), idempotency_key="k").id for _ in range(3)}
     assert len(ids) == 1
+
+
+def test_what_is_told_the_coordinator(client: Client, store: LocalStore) -> None:
+    of = client.submit(_requests(3), completion_window="24h", priority="low", tenant="lab", run_between="22:00-06:00")
+    assert (of.priority, of.tenant, of.run_between) == ("low", "lab", "22:00-06:00 UTC")
+    assert of.expires_at == of.created_at + 86400
+    for ask in (client.pause, client.resume_dispatch, lambda i: client.reprioritize(i, "high"), client.cancel):
+        assert ask(of.id).id == of.id
+    told = [json.loads(store.read(f"control/{of.id}/{name}")) for name in store.list(f"control/{of.id}")]
+    # Named by the time, so that they are obeyed in this order.
+    assert [t["command"] for t in told] == ["pause", "resume", "reprioritize", "cancel"]
+    with pytest.raises(UsageError, match="'huge' is not one of"):
+        client.reprioritize(of.id, "huge")
+
+
+def test_a_retry_is_read_with_what_it_retries(client: Client, store: LocalStore) -> None:
+    of = client.submit(_requests(4))
+    with pytest.raises(UsageError, match="only a batch that has ended"):
+        client.retry(of.id)
+    first = read_batch(store, of.id)
+    stored.status(store, first, "expired", 2, 2)
+    stored.outputs(store, first, {1, 3})
+    again = client.retry(of.id, priority="urgent")
+    assert (again.retry_of, again.priority, again.request_counts.total) == (of.id, "urgent", 2)
+    second = read_batch(store, again.id)
+    stored.status(store, second, "completed", 2)
+    # The support's outputs are named c0, c1, …; those of a retry have the names that it was given.
+    lines = [answer_line(second.id, n, b'"c%d"' % i, 200, b'{"again":1}', b"{}") for n, i in enumerate((1, 3))]
+    for name, raw in (("output", b"".join(lines)), ("errors", b"")):
+        store.put_atomic(f"batches/{second.id}/{name}.jsonl", raw)
+    found = list(client.results(again.id, merged=True))
+    assert [line["custom_id"] for line in found] == ["c0", "c1", "c2", "c3"]
+    assert [line["response"]["body"] for line in found] == [{"n": 0}, {"again": 1}, {"n": 2}, {"again": 1}]
 
 
 def test_wait_ends_with_the_batch_and_tells_on_the_way(client: Client, store: LocalStore) -> None:
