@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from common.urls import URL_CODE
 
 #: Endpoints that sample nothing.
@@ -50,17 +52,16 @@ def determined(url: int, fields: dict[str, Any]) -> bool:
 
 
 def canonical(url: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """What of a body counts for its answer, with every number in one form; order it when you write it."""
+    """What of a body (as `read` gives it) counts for its answer; order its keys when you write it."""
     ignored = _IGNORED_IN_RESPONSES if url == _RESPONSES else _IGNORED
-    return {name: _plain(value) for name, value in fields.items() if name not in ignored}
+    return {name: value for name, value in fields.items() if name not in ignored}
 
 
-def _plain(value: Any) -> Any:
-    """The value with 1.0 written as 1, so that both have one key."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return value
+def _number(text: str) -> int | float:
+    """1.0 as 1, so that both are one request."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+#: The value of a JSON document, with every number in one form. `msgspec.DecodeError` when it is none.
+read = msgspec.json.Decoder(float_hook=_number).decode

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from common.determined import canonical, determined
+from common.determined import canonical, determined, read
 from common.errors import InvalidInput, UsageError
 from common.places import models_dir
 from common.registry import ModelVersion, Registry
@@ -37,7 +37,6 @@ GPU_BLOCK, CPU_BLOCK = 16, 128
 _REQUESTS = np.dtype([("hash", "<u8"), ("prompt", "<u4"), ("output", "<u4"), ("determined", "<u4")])
 _BLOCKS = np.dtype([("hash", "<u8")])
 
-_decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
@@ -62,7 +61,7 @@ class _Tally:
         records = np.zeros(len(rows), _REQUESTS)
         wanted: list[Asked] = []
         for number, (_, _, _, url, body, _, cost) in enumerate(rows):
-            fields = _decode(body)
+            fields = read(body)
             records[number] = (
                 xxh3_64_intdigest(_encode([url, canonical(url, fields)])),
                 0,

@@ -9,14 +9,13 @@ from __future__ import annotations
 import msgspec
 from blake3 import blake3
 
-from common.determined import canonical, determined
+from common.determined import canonical, determined, read
 from common.urls import URLS
 
 #: Bytes of a key: 16 hex digits that stand for the model version, then a digest of everything.
 TAG_BYTES = 16
 KEY_BYTES = TAG_BYTES + 32
 
-_decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
@@ -35,7 +34,7 @@ class Space:
     def key(self, tenant: str, url: int, body: bytes) -> bytes | None:
         """The key of a request (`KEY_BYTES`), or None where its answer is not determined. `url` indexes `URLS`."""
         try:
-            fields = _decode(body)
+            fields = read(body)
             if not isinstance(fields, dict) or not (self._everything or determined(url, fields)):
                 return None
             what = _encode(["v2", self.model, self.fingerprint, tenant, URLS[url], canonical(url, fields)])
