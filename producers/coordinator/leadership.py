@@ -28,6 +28,8 @@ log = get(__name__)
 #: Seconds between heartbeats.
 HEARTBEAT_S = 2.0
 _POLL_S = 0.2
+#: Seconds between a standby's attempts to reach a store that is away.
+_AWAY_S = 1.0
 #: Epoch files kept; only the last one counts.
 _KEPT = 8
 
@@ -58,7 +60,16 @@ class Leadership:
         watch = _Watch()
         told = False
         while not stop.is_set():
-            latest, beat = self._latest(), self._heartbeat()
+            try:
+                latest, beat = self._latest(), self._heartbeat()
+            except (OSError, Unreachable) as exc:
+                if not told:
+                    raise
+                # Nothing was heard since nothing could be: the silence begins anew.
+                log.warning("store_trouble", shard=self._shard, error=type(exc).__name__)
+                watch = _Watch()
+                stop.wait(_AWAY_S)
+                continue
             silent = watch.silent_for(latest, beat, time.monotonic())
             locked = self._try_lock()
             if (locked and self._is_dead(beat)) or silent > self._takeover_s:

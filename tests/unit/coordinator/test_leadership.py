@@ -10,8 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.errors import Unreachable
 from common.store import LocalStore
 from producers.batch import Heartbeat
+from producers.coordinator import leadership
 from producers.coordinator.core import Ousted
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.ledger import Ledger
@@ -124,6 +126,32 @@ def test_waiting_ends_when_it_is_told_to(tmp_path: Path, store: LocalStore) -> N
     thread.join(5)
     assert not thread.is_alive()
     assert not leads.is_set()
+
+
+def test_a_store_that_is_away_ends_no_standby_and_is_no_silence_of_the_leader(
+    tmp_path: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = threading.Event()
+    real = LocalStore.list
+
+    def listing(self: LocalStore, path: str) -> list[str]:
+        if away.is_set() and path.startswith("epochs") and threading.current_thread() is not threading.main_thread():
+            raise Unreachable("store: does not answer")
+        return real(self, path)
+
+    monkeypatch.setattr(LocalStore, "list", listing)
+    monkeypatch.setattr(leadership, "_AWAY_S", 0.05)
+    first = Leadership(store, 0, tmp_path / "wal", 1.5)
+    assert first.acquire(threading.Event())
+    leads, _, thread = standby(Leadership(store, 0, tmp_path / "wal", 1.5))
+    time.sleep(0.5)
+    away.set()
+    assert not leads.wait(2)  # The leader could not be heard for longer than a takeover takes.
+    first.beat()
+    away.clear()
+    assert not leads.wait(0.5)
+    assert thread.is_alive()
+    assert leads.wait(5)
 
 
 def test_old_epochs_are_forgotten(tmp_path: Path, store: LocalStore) -> None:
