@@ -152,8 +152,6 @@ class Leadership:
             return False  # The one who was first has cleared ours away.
         self.epoch = epoch
         log.info("leads", shard=self._shard, epoch=epoch)
-        for folder in (self._epochs, "coordinator"):
-            self._store.sweep(folder, dead_only=True)
         for old in self._known():
             if old <= epoch - _KEPT:
                 self._store.delete(f"{self._epochs}/{old}")
