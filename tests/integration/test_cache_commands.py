@@ -161,6 +161,31 @@ def test_stats_tell_what_is_there(server: CacheServer, run: Run) -> None:
     assert "secret" not in text + found["url"]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_command_changes_nothing_of_how_the_workers_set_the_server_up(
+    server: CacheServer, run: Run, redis_of_module: RedisServer, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """The shell of whoever types it may know another capacity."""
+    monkeypatch.setenv("BATCHMILL_CACHE_CAPACITY_GB", "0.25")
+    with redis_of_module.client(0) as client:
+        client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
+        if shared:
+            client.set("somebody's", "own")
+    workers = CacheServer(load(), 5)
+    workers.configure()
+    fill(workers, 40, size=5000)
+    workers.close()
+    monkeypatch.setenv("BATCHMILL_CACHE_CAPACITY_GB", "0.001")
+    run("export", "all.bin")
+    run("import", "all.bin")
+    found = run("stats", "--json")
+    assert (found["capacity_bytes"], found["entries"]) == (1 << 28, 40)
+    assert found["policy"] == ("counts" if shared else "evicts")
+    with redis_of_module.client(0) as client:
+        assert client.config_get("maxmemory") == {"maxmemory": "0" if shared else str(1 << 28)}
+
+
 def test_what_cannot_be_reached_or_is_not_there_is_one_line(
     server: CacheServer, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,7 +186,7 @@ def _server(settings: Settings) -> Iterator[CacheServer]:
         raise UsageError("cache.url is not set: there is no result cache (BATCHMILL_CACHE_URL)")
     server = CacheServer(settings, PATIENT_S)
     try:
-        server.configure()
+        server.follow()
         yield server
     except redis.RedisError as exc:
         raise Unreachable(f"cache.url: {_shown(settings)} does not answer: {type(exc).__name__}: {exc}") from None

@@ -7,7 +7,7 @@ Who pushes old entries out depends on whose server it is:
   bytes: a sorted set of keys by last use and a sum, kept by scripts that the server runs whole (`counts`).
 
 Keys: `bm:cache:<key>` = a value of `workers.cache.value`; `bm:cache/epoch` changes when something is cleared;
-`bm:cache/counts` = hits, misses and writes of all workers; `bm:cache/lru`, `bm:cache/bytes`, `bm:cache/evicted` where
+`bm:cache/counts` = hits, misses and writes of all workers; `bm:cache/lru`, `…/bytes`, `…/evicted`, `…/capacity` where
 the cache counts. Whatever of these is lost costs misses or figures, never a wrong answer.
 """
 
@@ -45,6 +45,7 @@ COUNTS = b"bm:cache/counts"
 LRU = b"bm:cache/lru"
 BYTES = b"bm:cache/bytes"
 EVICTED = b"bm:cache/evicted"
+CAPACITY = b"bm:cache/capacity"
 
 Policy = Literal["evicts", "counts"]
 
@@ -92,13 +93,33 @@ class CacheServer:
         self.check_capacity(int(info.get("total_system_memory", 0)))
         shared = self._shared(info)
         self.policy = "counts" if shared or not self._take_over(info) else "evicts"
+        if self.policy == "counts":
+            with contextlib.suppress(OutOfMemoryError):
+                self._redis.set(CAPACITY, self.capacity)
+        return self.facts()
+
+    def follow(self) -> ServerFacts:
+        """Take the server as the workers configured it; configure it only when none has.
+
+        For people's commands: the capacity in the settings of whoever types one is not the fleet's.
+        """
+        info: Any = self._redis.info("memory")
+        used, said = cast(Any, self._redis.exists(LRU)), cast(Any, self._redis.get(CAPACITY))
+        if used and said:
+            self.policy, self.capacity = "counts", int(said)
+        elif str(info.get("maxmemory_policy", "")).startswith("allkeys-") and int(info.get("maxmemory", 0)):
+            self.policy, self.capacity = "evicts", int(info["maxmemory"])
+        else:
+            return self.configure()
         return self.facts()
 
     def facts(self) -> ServerFacts:
         """Figures of the moment."""
         info: Any = self._redis.info()
         if self.policy == "evicts":
-            entries = int(cast(Any, self._redis.dbsize())) - int(cast(Any, self._redis.exists(EPOCH, COUNTS)))
+            entries = int(cast(Any, self._redis.dbsize())) - int(
+                cast(Any, self._redis.exists(EPOCH, COUNTS, LRU, BYTES, EVICTED, CAPACITY))
+            )
             used, evicted = int(info["used_memory"]), int(info.get("evicted_keys", 0))
             capacity = int(info.get("maxmemory", 0)) or self.capacity
         else:
