@@ -172,8 +172,6 @@ class Fleet:
         self.started_at: dict[str, float] = {}
         self.ended_at: dict[str, float] = {}
         self.messages = 0
-        #: Most requests that were out at a time.
-        self.most_out = 0
         #: Requests that were sent a second time.
         self.copied = 0
         self._costs: dict[str, npt.NDArray[np.int64]] = {}
@@ -216,6 +214,11 @@ class Fleet:
                 self.book.forget(progress.id)
         self._wake()
 
+    @property
+    def out(self) -> int:
+        """Requests that are with workers, or on the way."""
+        return self.book.window_used(self.book.lane(MODEL))
+
     def offer(self) -> None:
         """Chunks that wait go to workers that take one, these in turn."""
         while self._shared:
@@ -241,7 +244,7 @@ class Fleet:
         lane = self.book.lanes.get(MODEL)
         if lane is None:
             return
-        room = packing.capacity(self._scheduler, self._facts, MODEL, SEQS, CHUNKS, lane.times.median)
+        room = packing.capacity(self._scheduler, self._facts, MODEL, SEQS, CHUNKS, lane.times)
         wait_s = self._scheduler.timeout_ms / 1000
         drafted = packing.draft(self.book, lane, room, self.now, self.now, wait_s, self._weights)
         if isinstance(drafted, Wait) and drafted.idle:
@@ -260,7 +263,6 @@ class Fleet:
             self.copied += sum(len(p.positions) for p in picks)
         else:
             packing.charge(self.book, lane, picks)
-        self.most_out = max(self.most_out, self.book.window_used(lane))
         self.after(NETWORK_S, lambda: self._arrive(chunk))
         self._dispatching = True
         self.after(DISPATCH_S, self._dispatch)

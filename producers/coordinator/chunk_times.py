@@ -23,6 +23,13 @@ class ChunkTimes:
         self._median = None
 
     @property
+    def rate(self) -> float | None:
+        """Requests a second that come out of one of a worker's chunks; None while too few have ended."""
+        if len(self._latest) < ENOUGH:
+            return None
+        return sum(rows for _, rows in self._latest) / sum(seconds for seconds, _ in self._latest)
+
+    @property
     def median(self) -> float | None:
         """The time of the chunk that the median row was in, so that the short chunks at an end weigh little.
 

@@ -115,7 +115,7 @@ class Dispatcher:
             lane = core.book.lanes.get(model)
             if lane is None:
                 return 3600.0
-            room = self._sizes.capacity(model, core.workers, lane.times.median)
+            room = self._sizes.capacity(model, core.workers, lane.times)
             metrics.WINDOW.labels(model=model).set(room.window)
             now, wait_s = time.monotonic(), self._settings.scheduler.timeout_ms / 1000
             wall = time.time()

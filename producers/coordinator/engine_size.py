@@ -7,6 +7,7 @@ from common.live import WorkerFacts
 from common.logs import get
 from common.registry import ModelVersion, Registry
 from common.settings import Settings
+from producers.coordinator.chunk_times import ChunkTimes
 from producers.coordinator.packing import Capacity, capacity
 
 log = get(__name__)
@@ -24,10 +25,10 @@ class EngineSize:
         self._last: list[WorkerFacts] = []
         self._warned: set[str] = set()
 
-    def capacity(self, model: str, workers: list[WorkerFacts] | None, chunk_s: float | None = None) -> Capacity:
+    def capacity(self, model: str, workers: list[WorkerFacts] | None, times: ChunkTimes | None = None) -> Capacity:
         """What the workers of `model` can take; while nobody knows of any (None), what was last known.
 
-        `chunk_s`: seconds that a worker has a chunk, as measured.
+        `times`: how long workers have a chunk, as measured.
         """
         if workers is not None:
             self._last = workers
@@ -37,7 +38,7 @@ class EngineSize:
             model,
             self._max_num_seqs(model),
             self._settings.inference.chunks_in_flight,
-            chunk_s,
+            times,
             self._max_concurrency(model),
         )
         queue_size = self._settings.scheduler.queue_size

@@ -33,18 +33,33 @@ def workers(count: int, max_num_seqs: int = 256, chunks_in_flight: int = 3, stat
     ]
 
 
+def measured(chunk_s: float | None, rows: int = 256) -> ChunkTimes:
+    times = ChunkTimes()
+    for _ in range(3 if chunk_s is not None else 0):
+        times.add(chunk_s or 0.0, rows)
+    return times
+
+
 def room(count: int, chunk_s: float | None = None, most: int | None = None, queue_size: int = 10**6) -> Capacity:
-    return capacity(Scheduler(queue_size=queue_size), workers(count), MODEL, 64, 3, chunk_s, most)
+    return capacity(Scheduler(queue_size=queue_size), workers(count), MODEL, 64, 3, measured(chunk_s), most)
 
 
 def test_the_window_follows_the_workers_and_how_long_they_have_a_chunk() -> None:
     assert (room(1).target, room(1).window) == (256, 5 * 256)
     assert room(4).window == 4 * room(1).window
     # One long chunk at a time waits for each worker; short ones are taken up before the next could come.
-    assert room(2, chunk_s=60.0).window == (6 + 2) * 256
+    assert room(2, chunk_s=60.0).window == (6 + 2) * room(2, chunk_s=60.0).target
     assert room(2, chunk_s=2.0).window == (6 + 6) * 256
     assert room(2, chunk_s=0.5).window == (6 + 24) * 256
     assert room(2, chunk_s=0.001, queue_size=16384).window == 16384
+
+
+def test_chunks_are_no_larger_than_their_message_is_worth() -> None:
+    # 256 requests keep a worker of three chunks busy for 0.7 s, for 5, for 20.
+    assert room(1, chunk_s=2.0).target == 256
+    assert room(1, chunk_s=15.0).target == 141  # What the engine needs to be full while one chunk ends.
+    assert room(1, chunk_s=60.0).target == 141
+    assert capacity(Scheduler(chunk_requests=1024), workers(1), MODEL, 64, 3, measured(2.0)).target == 384
 
 
 def test_draining_workers_take_nothing() -> None:
@@ -65,7 +80,7 @@ def test_a_small_bound_makes_small_chunks_instead_of_idle_workers() -> None:
 def test_the_window_is_bounded_and_holds_a_chunk_for_every_place(
     count: int, chunk_s: float | None, queue_size: int, most: int
 ) -> None:
-    found = capacity(Scheduler(queue_size=queue_size), workers(count), MODEL, 64, 3, chunk_s, most)
+    found = capacity(Scheduler(queue_size=queue_size), workers(count), MODEL, 64, 3, measured(chunk_s), most)
     assert 1 <= found.floor <= found.target <= found.window <= min(queue_size, most)
     assert found.window >= min(queue_size, most, found.slots * found.target)
 

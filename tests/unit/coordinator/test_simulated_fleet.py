@@ -13,9 +13,9 @@ def test_small_batches_wait_no_longer_than_a_window_and_the_workers_stay_busy() 
     assert found["waited_first_s"] <= found["window_s"]
     # The last one waits for the other small ones besides.
     assert found["waited_last_s"] <= 1.5 * found["window_s"]
-    assert found["small_last_s"] < found["makespan_s"] / 2 - SMALL_AT_S
+    assert found["small_last_s"] < (found["makespan_s"] - SMALL_AT_S) * 0.75
     assert found["efficiency"] >= 0.95
-    assert found["window_requests"] <= 10_240
+    assert 0 < found["window_requests"] <= 8 * 4 * 141
     assert SMALL == 10
 
 
