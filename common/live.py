@@ -37,13 +37,16 @@ class WorkerFacts(msgspec.Struct, kw_only=True):
     pid: int
     device: str
     engine: str
-    #: loading, ready, draining
+    #: loading, ready, sick (it takes nothing: its requests fail while others' do not), draining
     state: str
     max_num_seqs: int
     chunks_in_flight: int
     running: int = 0
     waiting: int = 0
     started_at: float = 0.0
+    #: Requests that it tried lately for the first time, and the share of them that failed.
+    tried: int = 0
+    failing: float = 0.0
 
 
 def at_once() -> Retry:

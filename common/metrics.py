@@ -54,6 +54,8 @@ CACHE_BYTES = Gauge("batchmill_cache_bytes", "Memory of the result cache's serve
 CACHE_CAPACITY = Gauge("batchmill_cache_capacity_bytes", "What the result cache may hold.")
 CACHE_EVICTED = Gauge("batchmill_cache_evicted", "Answers pushed out since the result cache's server started.")
 DRAINING = Gauge("batchmill_draining", "1 while this worker finishes what it has and takes nothing new.", ["model"])
+SICK = Gauge("batchmill_sick", "1 while this worker takes nothing: its requests fail, others' do not.", ["model"])
+FAILING = Gauge("batchmill_failing", "Share of this worker's last first attempts that failed, 0 to 1.", ["model"])
 
 CATALOGUE = (
     BATCHES_ACTIVE,
@@ -86,6 +88,8 @@ CATALOGUE = (
     CACHE_CAPACITY,
     CACHE_EVICTED,
     DRAINING,
+    SICK,
+    FAILING,
 )
 
 

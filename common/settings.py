@@ -42,6 +42,10 @@ class Inference(msgspec.Struct, **Strict):
     request_timeout_s: float = 600.0
     #: Seconds a worker may go on with running chunks after SIGTERM.
     drain_s: float = 30.0
+    #: Share of its last requests from which a worker that fails them, while others do not, takes no more; 0: never.
+    sick_share: float = 0.5
+    #: How many requests those are, at least.
+    sick_window: int = 64
     #: Model version used when neither the command nor the request names one.
     default_model: str | None = None
     #: Where pulled models are kept.
@@ -184,6 +188,8 @@ _AT_LEAST: dict[str, float] = {
     "inference.max_output_tokens": 1,
     "inference.request_timeout_s": 0.001,
     "inference.drain_s": 0,
+    "inference.sick_share": 0,
+    "inference.sick_window": 2,
     "scheduler.queue_size": 1,
     "scheduler.chunk_requests": 1,
     "scheduler.chunk_bytes": 1024,

@@ -64,6 +64,7 @@ class ChunkConsumer(Consumer):  # type: ignore[misc]
             "celery.worker.consumer.tasks:Tasks",
             "workers.visibility:RenewVisibility",
             "workers.credit:Credit",
+            "workers.gate:Gate",
             "celery.worker.consumer.consumer:Evloop",
         )
 

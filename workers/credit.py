@@ -75,6 +75,9 @@ class Credit(bootsteps.StartStopStep):  # type: ignore[misc]
         """Adjust to how things stand."""
         if not self._live or not self._node.counts_outstanding:
             return
+        if not self._node.taking:
+            self._set(c, self._base)
+            return
         outstanding, enough = self._node.outstanding, self._node.enough
         allowed = self._allowed
         while self._ended < self._node.ended:

@@ -74,6 +74,13 @@ class Leases(threading.Thread):
         except (redis.RedisError, OSError):
             return None
 
+    def others(self) -> list[WorkerFacts]:
+        """All workers that are known; none while nobody knows."""
+        try:
+            return self._live.workers()
+        except (redis.RedisError, OSError):
+            return []
+
     def give_back(self, chunk_id: str) -> None:
         """Drop a lease before the chunk goes back to its queue, or the next worker would leave it to us."""
         try:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common import logs, metrics
 from common.broker import codecs
@@ -35,12 +36,18 @@ from workers.chunk import ChunkRun, ChunkWork
 from workers.engine import loader
 from workers.engine.base import EngineStats
 from workers.engine_thread import EngineThread
+from workers.health import Health, Verdict
 from workers.lane import Lane, inside_limit
 from workers.lease import Leases
 from workers.outbox import Abandoned, Outbox
 
+if TYPE_CHECKING:
+    from workers.gate import Gate
+
 #: Exit status of a worker whose engine died or whose pool broke; its supervisor starts a new one.
 EXIT_ENGINE = 70
+#: Exit status of a worker whose requests failed while others' did not (EX_TEMPFAIL).
+EXIT_SICK = 75
 #: Seconds that chunks have, after the engine died, to publish what was answered before.
 LAST_WORDS_S = 3.0
 #: Seconds the engine has to stop.
@@ -97,6 +104,11 @@ class Node:
             self._cache.check()
         self._lock = threading.Lock()
         self._started_at = time.time()
+        self.health = Health(settings.inference.sick_window, settings.inference.sick_share)
+        #: False while it takes no chunks though it is connected.
+        self.taking = True
+        #: By which it does so; there once it is connected.
+        self.gate: Gate | None = None
         self.leases = Leases(
             LiveState(settings),
             name,
@@ -159,6 +171,8 @@ class Node:
             running=stats.running,
             waiting=stats.waiting,
             started_at=self._started_at,
+            tried=self.health.tried,
+            failing=round(self.health.failing, 3),
         )
 
     def infer(self, task_id: str, queue: str, blob: bytes, *, redelivered: bool) -> tuple[Ending, str]:
@@ -232,7 +246,7 @@ class Node:
             chunk,
             work,
             self.name,
-            lambda results: self._send(chunk.reply_to, results),
+            lambda results: self._send(chunk, results),
             self._memory_for(chunk),
             self._space.fingerprint,
         )
@@ -293,9 +307,16 @@ class Node:
         tenants = [part.tenant for part in chunk.slices]
         return Memory(self._cache, self._space, tenants, read=chunk.cache != "write", write=chunk.cache != "read")
 
-    def _send(self, queue: str, results: Results) -> None:
+    def _send(self, chunk: Chunk, results: Results) -> None:
+        queue = chunk.reply_to
         self.outbox.publish(queue, self._results.seal(queue, encode(results)))
         self._count(results)
+        if all(part.attempt == 1 for part in chunk.slices):
+            # What was tried before has failed before: that says nothing of this machine.
+            bad = sum(part.kind.count(Kind.RETRY) for part in results.parts)
+            asked = sum(len(part.kind) - part.usage.cache_hits for part in results.parts)
+            with self._lock:
+                self.health.note(asked - bad, bad)
 
     def _count(self, results: Results) -> None:
         for part in results.parts:
@@ -316,6 +337,8 @@ class Node:
         metrics.ENGINE_KV_USAGE.labels(model=self.model).set(stats.kv_usage)
         metrics.CHUNKS_RUNNING.labels(model=self.model).set(len(self.runs))
         metrics.DRAINING.labels(model=self.model).set(self.state == "draining")
+        metrics.SICK.labels(model=self.model).set(self.state == "sick")
+        metrics.FAILING.labels(model=self.model).set(self.health.failing)
 
     def _remember(self, chunk_id: str) -> None:
         with self._lock:
@@ -331,9 +354,31 @@ class Node:
             # Leases are renewed by this thread, so nobody else would ever notice.
             faulthandler.dump_traceback()
             die(f"the engine's loop has not turned for {STUCK_S:g} s")
+        self._look_after_health()
         if parent.orphaned():
             # The kernel's signal does this on Linux; elsewhere this is all there is.
             die("its supervisor is gone")
+
+    def _look_after_health(self) -> None:
+        gate = self.gate
+        if gate is None or not (self.state == "sick" or (self.state == "ready" and self.health.suspicious)):
+            return
+        others = self.leases.others()
+        with self._lock:
+            failing = self.health.failing
+            verdict = self.health.judge(self.facts(), others, time.monotonic())
+        match verdict:
+            case Verdict.STOP:
+                log.error("sick: requests fail here and not elsewhere; taking no more", failing=round(failing, 3))
+                self.state, self.taking = "sick", False
+                gate.close()
+            case Verdict.RESUME:
+                log.warning("requests fail elsewhere too, or nobody else is left; taking chunks again")
+                self.state, self.taking = "ready", True
+                gate.open()
+            case Verdict.END:
+                log.error("sick: others answer what failed here; ending", status=EXIT_SICK)
+                gate.end(EXIT_SICK)
 
     def _low(self) -> None:
         on_low = self.on_low

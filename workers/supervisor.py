@@ -35,6 +35,12 @@ HEALTHY_S = 60.0
 #: Exit statuses of a worker that could not start (`common.errors`), however long it took to find out: loading weights
 #: and failing at the end is no healthy life.
 CANNOT_START = (1, 3)
+#: Exit status of a worker whose requests failed while others' did not; seconds until it is started with a new engine;
+#: how often that is tried, unless it lived well for so many seconds in between.
+SICK = 75
+SICK_WAIT_S = 30.0
+SICK_TIMES = 3
+SICK_FORGOTTEN_S = 3600.0
 #: Our status when a child was given up that signals had ended.
 EXIT_KILLED = 70
 #: Seconds a child has to end beyond the drain: requeueing, stopping the engine.
@@ -56,6 +62,8 @@ class Child:
     started_at: float = 0.0
     #: Failed starts in a row.
     failures: int = 0
+    #: Times in a row that it was found sick.
+    sick: int = 0
     #: When to start it again, by the monotonic clock; None: not.
     due: float | None = 0.0
 
@@ -165,6 +173,9 @@ class Supervisor:
             child.due = None
             log.info("worker ended", node=child.name, status=status)
             return
+        if status == SICK:
+            self._rest(child)
+            return
         if status == UsageError.exit_code:
             # It has said what is wrong; starting it again would only say it again.
             self._give_up(status)
@@ -179,6 +190,17 @@ class Supervisor:
         wait = backoff(max(1, child.failures))
         child.due = time.monotonic() + wait
         log.warning("worker failed; starting it again", node=child.name, status=status, seconds=wait)
+
+    def _rest(self, child: Child) -> None:
+        """A new engine may help; a machine that stays sick is a person's to look at. The other workers go on."""
+        child.sick = 1 if time.monotonic() - child.started_at > SICK_FORGOTTEN_S else child.sick + 1
+        if child.sick < SICK_TIMES:
+            child.due = time.monotonic() + SICK_WAIT_S
+            log.error("worker is sick; starting it with a new engine", node=child.name, seconds=SICK_WAIT_S)
+            return
+        child.due = None
+        self._status = SICK
+        log.error("worker given up: its requests fail and others' do not; look at its GPU", node=child.name)
 
     def _give_up(self, status: int) -> None:
         self._status = status

@@ -16,6 +16,7 @@ _REASONS = {
     "no_workers": "waiting: no worker serves {model}; start one: workers start --model {model}",
     "no_coordinator": "waiting: no coordinator runs; start one: producers coordinate",
     "loading_model": "loading model {model}",
+    "workers_sick": "workers of {model} fail at their requests and take no more",
     "starting_coordinator": "starting the coordinator",
     "starting_worker": "starting a worker of {model}",
     "waiting_for_devices": "waiting: another model has the GPUs",

@@ -343,4 +343,6 @@ class Control:
         states = {w.state for w in core.workers if w.model == progress.batch.model}
         if not states:
             return "no_workers"
-        return "loading_model" if states == {"loading"} else None
+        if states == {"loading"}:
+            return "loading_model"
+        return "workers_sick" if "sick" in states and "ready" not in states else None

@@ -97,7 +97,7 @@ class LiveView:
                 core.dispatch.set()
             now = time.monotonic()
             losses.see_leases(core.book, nodes, now)
-            losses.see_workers(core.book, {w.node for w in workers if w.state != "draining"}, now)
+            losses.see_workers(core.book, {w.node for w in workers if w.state in ("ready", "loading")}, now)
             # Marked anew each time until the batch has ended, since Redis may be wiped.
             core.cancelled &= set(core.book.batches)
             core.looked_at = began

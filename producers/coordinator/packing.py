@@ -73,7 +73,7 @@ def capacity(
 
     `times`: how long workers have a chunk, as measured.
     """
-    live = [w for w in workers if w.model == model and w.state != "draining"]
+    live = [w for w in workers if w.model == model and w.state in ("ready", "loading")]
     seqs = max((w.max_num_seqs for w in live), default=0) or max_num_seqs  # 0: the engine still loads.
     k = max((w.chunks_in_flight for w in live), default=chunks_in_flight)
     least = math.ceil(1.1 * seqs / max(1, k - 1))

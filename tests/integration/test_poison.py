@@ -52,6 +52,28 @@ def test_requests_that_kill_workers_cost_one_result_each(
     assert list(Path(env["BATCHMILL_HOME"], "run").iterdir()) == []
 
 
+def test_the_next_supervisor_reports_what_ended_with_the_last(
+    broker: Broker, fleet_env: dict[str, str], dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+) -> None:
+    env = {"BATCHMILL_BROKER_VISIBILITY_TIMEOUT_S": 2, "BATCHMILL_SCHEDULER_LEASE_S": 1}
+    first = start_worker(supervised=True, BATCHMILL_ECHO_FAULTS="HANG=hang", **env)
+    chunk = dispatch.send(make_chunk([chat("a"), chat("HANG")], ECHO_MODEL))
+    dispatch.collect(lambda: len(dispatch.of(chunk).rows) == 1, 15, "what does not hang")
+    first.kill()
+    processes.wait_gone(10)
+    second = start_worker(supervised=True, wait=False, **env)
+    dispatch.collect(lambda: len(dispatch.of(chunk).messages) == 2, 30, "the report")
+    crash = dispatch.of(chunk).messages[1].crash
+    assert crash is not None
+    (inside,) = crash.inside
+    assert (inside.batch, inside.pos) == (chunk.slices[0].batch, (1).to_bytes(4, "little"))
+    # The old copy is nobody's to run any more.
+    broker.wait_depth(infer_queue(ECHO_MODEL), ready=0, unacked=0, timeout=60)
+    assert second.stop() == 0
+    assert len(dispatch.of(chunk).messages) == 2
+    assert list(Path(fleet_env["BATCHMILL_HOME"], "run").iterdir()) == []
+
+
 def test_a_worker_drops_what_the_coordinator_gave_up(
     broker: Broker, fleet_settings: Settings, dispatch: Dispatch, start_worker: StartWorker
 ) -> None:

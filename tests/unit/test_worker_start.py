@@ -198,6 +198,15 @@ class TestSupervisor:
         assert process.wait(30) == 2
         processes.wait_gone()
 
+    def test_a_worker_that_stays_sick_is_given_up_and_the_others_go_on(self, processes: Processes) -> None:
+        script = self.supervise(processes, "raise SystemExit(75)", "import time; time.sleep(600)")
+        script = script.replace("supervisor.GRACE_S = 1", "supervisor.GRACE_S = 1; supervisor.SICK_WAIT_S = 0.05")
+        process = processes.python("supervisor", "-c", script)
+        process.wait_line("worker given up.*c0", 30)
+        assert process.text.count("starting it with a new engine") == 2
+        assert len(process.children()) == 1
+        assert process.stop() == 75
+
     def test_signals_go_to_the_worker_alone_and_its_group_is_cleared(self, processes: Processes) -> None:
         """A worker ends by SIGTERM; the engine process it leaves behind has never seen the signal, and is killed."""
         engine = "import signal,time; signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True)); "
