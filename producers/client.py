@@ -32,11 +32,12 @@ from common.registry import Registry
 from common.settings import Settings
 from common.store import open_store
 from producers import intake, outputs
-from producers.batch import PRIORITIES, read_batch
+from producers.batch import PRIORITIES, Batch, read_batch
 from producers.batch_view import BatchView, ask, look, recent
 from producers.following import follow
 from producers.intake import Options
 from producers.reachability import check_fleet
+from producers.schedule import waits
 
 if TYPE_CHECKING:
     from producers.embedded import Fleet
@@ -112,7 +113,7 @@ class Client:
             batch = intake.submit(opened, self.store, self.settings, self.models, options)
         else:
             batch = intake.submit_stream(opened, self.store, self.settings, self.models, options)
-        self._see_to_a_fleet(batch.model)
+        self._see_to_a_fleet(batch)
         return look(self.store, batch.id)
 
     def submit_many(self, sources: Iterable[Iterable[Mapping[str, Any]]], **options: Any) -> Iterator[str]:
@@ -126,7 +127,7 @@ class Client:
         check_fleet(self.settings, self.store)
         encoded = (b"".join(msgspec.json.encode(r) + b"\n" for r in requests) for requests in sources)
         for batch in intake.submit_many(encoded, self.store, self.settings, self.models, wish):
-            self._see_to_a_fleet(batch.model)
+            self._see_to_a_fleet(batch)
             yield batch.id
 
     def status(self, batch_id: str) -> BatchView:
@@ -170,7 +171,7 @@ class Client:
             raise UsageError(f"{batch_id} is {seen.status}: only a batch that has ended with outputs can be retried")
         check_fleet(self.settings, self.store)
         made = intake.submit_again(self.store, self.settings, read_batch(self.store, batch_id), Options(**options))
-        self._see_to_a_fleet(made.model)
+        self._see_to_a_fleet(made)
         return look(self.store, made.id)
 
     def wait(
@@ -245,18 +246,20 @@ class Client:
     ) -> None:
         self.close()
 
-    def _see_to_a_fleet(self, model: str) -> Fleet | None:
+    def _see_to_a_fleet(self, of: Batch | BatchView) -> Fleet | None:
         if self.settings.broker.url is not None:
             return None
         from producers import embedded
 
+        # For a batch whose hours have not come, no model is loaded yet.
+        model = None if waits(of.not_before, of.run_between, time.time()) else of.model
         if self._fleet is None or self._fleet.model != model:
             self.close()
             self._fleet = embedded.ensure(self.settings, self.models, model)
         return self._fleet
 
     def _attendant(self, seen: BatchView) -> Callable[[BatchView], BatchView]:
-        fleet = self._see_to_a_fleet(seen.model)
+        fleet = self._see_to_a_fleet(seen)
         if fleet is None:
             return lambda view: view
         from producers.attendant import Attendant

@@ -143,3 +143,11 @@ def opens(now: float, not_before: float | None, window: RunWindow | None) -> flo
     """From when on requests may be sent, `now` or later."""
     at = max(now, not_before or 0.0)
     return at if window is None else window.opens(at)
+
+
+def waits(not_before: float | None, run_between: str | None, now: float) -> bool:
+    """True while a batch's hours, as `batch.json` has them, have not come; those that cannot be read here have."""
+    try:
+        return opens(now, not_before, None if run_between is None else run_window(run_between)) > now
+    except UsageError:
+        return False

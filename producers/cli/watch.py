@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from producers.cli import exits, say, surroundings, wording
 from producers.cli.progress import display
 from producers.following import follow
 from producers.outputs import NoOutputs, Outputs, check_folder, deliver
+from producers.schedule import waits
 
 
 def outcome(seen: BatchView, outputs: Outputs | None) -> dict[str, object]:
@@ -108,7 +110,8 @@ def running_fleet(settings: Settings, seen: BatchView) -> Iterator[Callable[[Bat
 
     registry = surroundings.load_registry(settings)
     try:
-        fleet = embedded.ensure(settings, registry, seen.model, say=say.err)
+        model = None if waits(seen.not_before, seen.run_between, time.time()) else seen.model
+        fleet = embedded.ensure(settings, registry, model, say=say.err)
     except BatchmillError as exc:
         raise type(exc)(f"{exc}; {seen.id} is kept, 'producers watch {seen.id}' goes on with it") from None
     with fleet:

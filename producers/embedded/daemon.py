@@ -154,7 +154,7 @@ class Daemon:
             self.facts = []
 
     def _tend_workers(self, now: float) -> None:
-        active = self.active.models(now)
+        self.active.models(now)
         wanted = demand.read_wanted(self.layout.wanted)
         for model, (wish, at) in wanted.items():
             if at > self.asked.get(model, 0.0):
@@ -165,12 +165,13 @@ class Daemon:
                 if model in self.workers:
                     self.failed.discard(model)
                     self.workers[model].retry_now()
-        for model in [*active, *wanted]:
+        # For a batch whose hours have not come no model is loaded; the coordinator and this process wait for it.
+        for model in [*self.active.due, *wanted]:
             if model not in self.workers:
                 name = f"worker-{model.replace('@', '.')}"
                 self.workers[model] = self._child(name, self._worker_argv(model))
         for model, child in self.workers.items():
-            may_start = model not in self.failed and self._has_devices(model, active)
+            may_start = model not in self.failed and self._has_devices(model, self.active.due)
             if not child.tend(now, start=may_start):
                 if child.alive and any(f.state == "ready" for f in self._facts_of(model)):
                     child.settle()
@@ -195,13 +196,13 @@ class Daemon:
         status = child.exit_status or 0
         return child.failures >= GIVE_UP_AFTER or (status > 0 and status != Unreachable.exit_code)
 
-    def _has_devices(self, model: str, active: dict[str, int]) -> bool:
+    def _has_devices(self, model: str, due: dict[str, int]) -> bool:
         """One model at a time has the GPUs; it gives them up when it has nothing to do and another has."""
         if not self._needs_gpus(model):
             return True
         others = [m for m, c in self.workers.items() if m != model and c.alive and self._needs_gpus(m)]
         for other in others:
-            if not active.get(other) and other not in self.making_way:
+            if not due.get(other) and other not in self.making_way:
                 self.making_way.add(other)
                 self.workers[other].terminate()
         return not others

@@ -12,6 +12,7 @@ import msgspec
 
 from common.store import Store
 from producers.batch import Batch
+from producers.schedule import waits
 
 
 class Wanted(msgspec.Struct, kw_only=True):
@@ -50,9 +51,11 @@ class ActiveBatches:
 
     def __init__(self, store: Store, every_s: float) -> None:
         self._store, self._every_s = store, every_s
-        self._models: dict[str, str] = {}
+        self._batches: dict[str, Batch] = {}
         self._counts: Counter[str] = Counter()
         self._next = 0.0
+        #: As of the last look: model → number of unfinished batches whose hours it is.
+        self.due: Counter[str] = Counter()
 
     def models(self, now: float | None = None) -> Counter[str]:
         """Model → number of unfinished batches; at most one look every `every_s` seconds, at once without `now`."""
@@ -64,18 +67,23 @@ class ActiveBatches:
 
     def _look(self) -> Counter[str]:
         counts: Counter[str] = Counter()
+        due: Counter[str] = Counter()
+        now = now_s()
         alive = set()
         for shard in self._store.list("active"):
             for batch_id in self._store.list(f"active/{shard}"):
                 alive.add(batch_id)
-                if batch_id not in self._models:
+                if batch_id not in self._batches:
                     # A file that is missing or unreadable is the coordinator's to report; no worker comes of it.
                     with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
                         raw = self._store.read(f"batches/{batch_id}/batch.json")
-                        self._models[batch_id] = msgspec.json.decode(raw, type=Batch).model
-                if batch_id in self._models:
-                    counts[self._models[batch_id]] += 1
-        self._models = {b: m for b, m in self._models.items() if b in alive}
+                        batch = msgspec.json.decode(raw, type=Batch)
+                        self._batches[batch_id] = msgspec.structs.replace(batch, windows=[], metadata={})
+                if (known := self._batches.get(batch_id)) is not None:
+                    counts[known.model] += 1
+                    due[known.model] += not waits(known.not_before, known.run_between, now)
+        self._batches = {b: known for b, known in self._batches.items() if b in alive}
+        self.due = +due
         return counts
 
 

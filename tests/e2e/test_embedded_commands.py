@@ -75,6 +75,19 @@ def test_resume_brings_back_what_was_killed(shell: Shell) -> None:
     assert "nothing to resume" in shell.run("resume").err
 
 
+def test_no_model_is_loaded_before_a_batch_may_run(shell: Shell) -> None:
+    path = shell.write("in.jsonl", [chat("a", "x")])
+    batch_id = shell.run("submit", str(path), "--detach", "--not-before", "1h").out.strip()
+    status = ("status", batch_id, "--json")
+    wait_until(lambda: shell.run(*status).json["reason"] == "scheduled", 60, "the coordinator has it")
+    assert shell.run("fleet", "status", "--json").json["workers"] == []
+    # Another batch gets its worker all the same.
+    oracle_of = shell.run("submit", str(path), "--json", "-o", "out").json["id"]
+    oracle.check(shell.folder / "out", oracle_of, ["a"], failed=[])
+    shell.run("cancel", batch_id)
+    assert shell.run("watch", batch_id, "--json", code=4).json["status"] == "cancelled"
+
+
 def test_partial_results_find_the_log_of_the_embedded_fleet(shell: Shell) -> None:
     path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "LONG")])
     batch_id = shell.run("submit", str(path), "--detach").out.strip()

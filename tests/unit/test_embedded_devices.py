@@ -40,8 +40,8 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
 
 
 def activate(daemon: Daemon, *models: str) -> None:
-    """These models have an unfinished batch, and no other."""
-    counts = Counter(models)
+    """These models have an unfinished batch that may run, and no other."""
+    daemon.active.due = counts = Counter(models)
     daemon.active.models = lambda now=None: counts  # type: ignore[method-assign]
 
 
@@ -67,6 +67,15 @@ def test_one_model_at_a_time_has_the_gpus_and_gives_them_up_when_idle(daemon: Da
     for now in range(20_000, 20_010):
         daemon._tend_workers(float(now))
     assert states(daemon) == {"a@1": "waiting", "b@1": "starting"}
+
+
+def test_a_batch_whose_hours_have_not_come_holds_no_gpus(daemon: Daemon) -> None:
+    activate(daemon, "a@1")
+    tick_until(daemon, {"a@1": "starting"})
+    # Now a@1 has a batch that waits for the night, and b@1 one that does not.
+    activate(daemon, "a@1", "b@1")
+    daemon.active.due = Counter(["b@1"])
+    tick_until(daemon, {"a@1": "waiting", "b@1": "starting"})
 
 
 def test_models_without_gpus_run_beside(daemon: Daemon) -> None:

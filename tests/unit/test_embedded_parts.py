@@ -287,8 +287,11 @@ def test_active_batches_count_by_model_and_ignore_what_cannot_be_read(tmp_path: 
     store.put_atomic("batches/d/batch.json", b"{")
     for name in ("a", "b", "c", "d", "e"):
         store.put_atomic(f"active/0/{name}", b"")
+    later = b'"not_before":%d,"requests"' % (time.time() + 1000)
+    store.put_atomic("batches/c/batch.json", (batch % (b"c", b"n@2")).replace(b'"requests"', later))
     active = demand.ActiveBatches(store, every_s=10)
     assert active.models(0.0) == {"m@1": 2, "n@2": 1}
+    assert active.due == {"m@1": 2}
     store.delete("active/0/a")
     assert active.models(9.0) == {"m@1": 2, "n@2": 1}
     assert active.models(10.0) == {"m@1": 1, "n@2": 1}
