@@ -34,7 +34,8 @@ LIFE_S = 6.0
 def points(rng: random.Random) -> list[str]:
     """Where lives end: before and after every call there is, in the middle of an append, and some of them again."""
     names = [name + after for name in POINTS for after in ("", "+")]
-    again = [f"{name}:{rng.choice((1, 2, 3))}" for name in rng.sample(["rename", "remove+", "ack", "log-sync+"], 4)]
+    sure = ["rename", "remove+", "ack", "log-sync+", "append", "sync", "rename+", "append+"]
+    again = [f"{name}:{rng.choice((1, 2, 3))}" for name in rng.sample(sure, len(sure))]
     specs = [f"{name}:{rng.choice(RARE.get(name.removesuffix('+'), (1, 2, 3, 5, 8)))}" for name in names]
     specs += [f"append:{rng.choice((1, 2, 5))}:half" for _ in range(2)]
     rng.shuffle(specs)

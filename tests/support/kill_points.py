@@ -22,7 +22,6 @@ POINTS = {
     "create": ("os", "link"),
     "remove": ("os", "unlink"),
     "ack": ("kombu.message", "Message.ack"),
-    "group-sync": ("common.local_group", "_syncfs"),
 }
 
 
