@@ -30,7 +30,7 @@ def pause(batch_id: str, *, as_json: bool) -> int:
     store = _store()
     before = _running(store, batch_id, "pause")
     said = "asked to pause; what was sent is still answered"
-    return _ask(store, before, "pause", said, as_json=as_json, then="resume-dispatch")
+    return _ask(store, before, "pause", said, as_json=as_json, then="let it go on: producers resume-dispatch")
 
 
 def resume_dispatch(batch_id: str, *, as_json: bool) -> int:
@@ -65,13 +65,13 @@ def _ask(
     *,
     as_json: bool,
     priority: str | None = None,
-    then: str = "watch",
+    then: str = "follow it: producers watch",
 ) -> int:
     ask(store, before.id, command, by=f"{_user()}@{socket.gethostname()}", priority=priority)
     if as_json:
         say.json({"id": before.id, "asked": True, "status": before.status})
     else:
-        say.out(f"{before.id}: {said}; producers {then} {before.id}")
+        say.out(f"{before.id}: {said}; {then} {before.id}")
     if before.reason == "no_coordinator":
         say.err("producers: warning: no coordinator runs; it will be done once one is back")
     return exits.ANSWERED
