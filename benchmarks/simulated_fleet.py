@@ -21,6 +21,7 @@ from common.settings import Scheduler
 from producers.batch import Batch
 from producers.coordinator import losses, packing, stragglers
 from producers.coordinator.book import Book
+from producers.coordinator.capacity import capacity
 from producers.coordinator.lanes import Outstanding
 from producers.coordinator.packing import Wait
 from producers.coordinator.records import Dispatch, sent_slice
@@ -244,7 +245,7 @@ class Fleet:
         lane = self.book.lanes.get(MODEL)
         if lane is None:
             return
-        room = packing.capacity(self._scheduler, self._facts, MODEL, SEQS, CHUNKS, lane.times)
+        room = capacity(self._scheduler, self._facts, MODEL, SEQS, CHUNKS, lane.times)
         wait_s = self._scheduler.timeout_ms / 1000
         drafted = packing.draft(self.book, lane, room, self.now, self.now, wait_s, self._weights)
         if isinstance(drafted, Wait) and drafted.idle:

@@ -113,7 +113,7 @@ class Book:
         """A chunk goes out. `taken`: the retries it serves, with their rows that it carries (None: find them)."""
         lane = self.lane(record.model)
         if taken:
-            self._take_retries(lane, taken)
+            lane.take(taken)
         chunk = Outstanding(
             record.chunk, record.model, lane.next_order, now, [], published, record.node, record.copy_of
         )
@@ -128,7 +128,7 @@ class Book:
             again = int(np.count_nonzero(rows < progress.next_pos))
             progress.resent += again
             if again and taken is None:
-                self._take_from_retries(lane, piece.batch, rows)
+                lane.take_rows(piece.batch, rows)
             progress.next_pos = max(progress.next_pos, piece.end)
             lane.changed.add(piece.batch)
             self._note_chunk(progress, record.chunk)
@@ -187,7 +187,7 @@ class Book:
             case Cancelled() | Expired():
                 if progress.accepting and progress.cut is None:
                     progress.cut = decision
-                    self._withdraw_retries(progress)
+                    self.lane(progress.batch.model).withdraw(progress.id)
             case Paused() | Resumed():
                 progress.paused = isinstance(decision, Paused)
                 lane = self.lane(progress.batch.model)
@@ -200,7 +200,7 @@ class Book:
                 if progress.accepting:
                     rows = unpack_positions(decision.positions)
                     progress.rows.settle_failed(rows)
-                    self._take_from_retries(self.lane(progress.batch.model), progress.id, rows)
+                    self.lane(progress.batch.model).take_rows(progress.id, rows)
                     progress.places.append(place)
             case Closed():
                 progress.closed_at = decision.at
@@ -407,42 +407,13 @@ class Book:
                 found.append((share, rows))
         return found
 
-    def _take_retries(self, lane: Lane, taken: list[tuple[Retry, Positions]]) -> None:
-        whole = set()
-        for retry, rows in taken:
-            if len(rows) == len(retry.positions):
-                whole.add(id(retry))
-            else:
-                retry.positions = np.setdiff1d(retry.positions, rows).astype(np.uint32)
-        # Some may have been settled since they were picked.
-        lane.retries = [r for r in lane.retries if id(r) not in whole and len(r.positions)]
-
-    def _take_from_retries(self, lane: Lane, batch_id: str, rows: Positions) -> None:
-        kept = []
-        for retry in lane.retries:
-            if not len(retry.positions):
-                continue
-            apart = retry.positions[0] > rows[-1] or retry.positions[-1] < rows[0]
-            if retry.batch == batch_id and not apart:
-                stay = ~np.isin(retry.positions, rows)
-                if not stay.all():
-                    if not stay.any():
-                        continue
-                    retry.positions = retry.positions[stay]
-            kept.append(retry)
-        lane.retries = kept
-
-    def _withdraw_retries(self, progress: Progress) -> None:
-        lane = self.lane(progress.batch.model)
-        lane.retries = [r for r in lane.retries if r.batch != progress.id]
-
     def _note_chunk(self, progress: Progress, chunk_id: str) -> None:
         if len(progress.chunks) > 2 * len(self.out) + _SPARE_CHUNKS:
             progress.chunks = {c: None for c in progress.chunks if c in self.out}
         progress.chunks[chunk_id] = None
 
     def _withdraw(self, progress: Progress) -> None:
-        self._withdraw_retries(progress)
+        self.lane(progress.batch.model).withdraw(progress.id)
         for chunk in [self.out[c] for c in progress.chunks if c in self.out]:
             chunk.shares = [s for s in chunk.shares if s.batch != progress.id]
             if not chunk.shares:

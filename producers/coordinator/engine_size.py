@@ -7,8 +7,8 @@ from common.live import WorkerFacts
 from common.logs import get
 from common.registry import ModelVersion, Registry
 from common.settings import Settings
+from producers.coordinator.capacity import Capacity, capacity
 from producers.coordinator.chunk_times import ChunkTimes
-from producers.coordinator.packing import Capacity, capacity
 
 log = get(__name__)
 

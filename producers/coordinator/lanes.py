@@ -1,9 +1,11 @@
-"""What is out, what must be sent again, and the batches of a model version. Plain data."""
+"""What is out, what must be sent again, and the batches of a model version. Plain data and its upkeep."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from common.messages import Failure, infer_queue, node_queue
 from producers.coordinator.chunk_times import ChunkTimes
@@ -131,6 +133,37 @@ class Lane:
     times: ChunkTimes = field(default_factory=ChunkTimes)
     #: Monotonic seconds since when there is less to send than a full chunk.
     partial_since: float | None = None
+
+    def take(self, taken: list[tuple[Retry, Positions]]) -> None:
+        """These rows of these retries go out."""
+        whole = set()
+        for retry, rows in taken:
+            if len(rows) == len(retry.positions):
+                whole.add(id(retry))
+            else:
+                retry.positions = np.setdiff1d(retry.positions, rows).astype(np.uint32)
+        # Some may have been settled since they were picked.
+        self.retries = [r for r in self.retries if id(r) not in whole and len(r.positions)]
+
+    def take_rows(self, batch_id: str, rows: Positions) -> None:
+        """These rows need not be sent again, whichever retries they are in."""
+        kept = []
+        for retry in self.retries:
+            if not len(retry.positions):
+                continue
+            apart = retry.positions[0] > rows[-1] or retry.positions[-1] < rows[0]
+            if retry.batch == batch_id and not apart:
+                stay = ~np.isin(retry.positions, rows)
+                if not stay.all():
+                    if not stay.any():
+                        continue
+                    retry.positions = retry.positions[stay]
+            kept.append(retry)
+        self.retries = kept
+
+    def withdraw(self, batch_id: str) -> None:
+        """Nothing of a batch is to be sent again."""
+        self.retries = [r for r in self.retries if r.batch != batch_id]
 
     def drop(self, batch_id: str) -> None:
         """Forget a batch."""

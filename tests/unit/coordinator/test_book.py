@@ -16,7 +16,8 @@ from common.settings import Scheduler
 from producers.batch import Batch, Input
 from producers.coordinator import losses, packing
 from producers.coordinator.book import Book
-from producers.coordinator.packing import Capacity, Draft, Pick, Wait
+from producers.coordinator.capacity import Capacity
+from producers.coordinator.packing import Draft, Pick, Wait
 from producers.coordinator.records import (
     Cancelled,
     Closed,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from common.live import WorkerFacts
 from common.registry import ModelVersion, Registry
 from common.settings import Inference, Scheduler, Settings
+from producers.coordinator.capacity import Capacity, capacity
 from producers.coordinator.chunk_times import LATEST, ChunkTimes
 from producers.coordinator.engine_size import EngineSize
-from producers.coordinator.packing import Capacity, capacity
 
 MODEL = "m@1"
 

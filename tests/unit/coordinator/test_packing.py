@@ -8,7 +8,8 @@ import msgspec
 
 from common.messages import Kind
 from producers.batch import Batch
-from producers.coordinator.packing import Capacity, Wait
+from producers.coordinator.capacity import Capacity
+from producers.coordinator.packing import Wait
 from producers.coordinator.records import Paused, Reprioritised, Resumed
 from tests.unit.coordinator.test_book import ROOM, Bench, all_of, batch_of
 
