@@ -59,7 +59,7 @@ class LocalGroup:
 
     def _begin(self, path: str) -> tuple[int, tuple[str, str, str], str]:
         # Text, not `Path`s: this is done tens of thousands of times.
-        target = str(self._store.local_path(path))
+        target = self._store.path_text(path)
         folder = os.path.dirname(target)
         what = f"{path}: cannot be written"
         with self._store.errors(what):

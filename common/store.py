@@ -135,10 +135,13 @@ class LocalStore:
 
     def local_path(self, path: str) -> Path:
         """Where a path lies on the disk."""
-        parts = path.split("/")
-        if path.startswith("/") or ".." in parts:
+        return Path(self.path_text(path))
+
+    def path_text(self, path: str) -> str:
+        """As `local_path`, for what is done tens of thousands of times."""
+        if path.startswith("/") or ".." in path.split("/"):
             raise UsageError(f"store path {path!r} leaves the store")
-        return self.root.joinpath(*parts)
+        return f"{self.url}/{path}"
 
     def read(self, path: str) -> bytes:
         with self.errors(f"{path}: cannot be read"):
@@ -146,7 +149,7 @@ class LocalStore:
 
     def read_range(self, path: str, start: int, length: int) -> bytes:
         with self.errors(f"{path}: cannot be read"):
-            fd = os.open(self.local_path(path), os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self.path_text(path), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 parts = []
                 while length > 0:
@@ -199,14 +202,14 @@ class LocalStore:
         return sorted(n for n in names if not n.startswith(_TEMPORARY))
 
     def delete(self, path: str) -> None:
-        target = self.local_path(path)
+        target = self.path_text(path)
         with self.errors(f"{path}: cannot be removed"):
             try:
                 os.unlink(target)
             except FileNotFoundError:
                 return
             except (IsADirectoryError, PermissionError):  # which of them, for a folder, depends on the system
-                if not target.is_dir():
+                if not os.path.isdir(target):
                     raise
                 shutil.rmtree(target, onerror=_unless_gone)
 

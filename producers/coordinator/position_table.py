@@ -70,7 +70,7 @@ class PositionTable:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self._spill.unlink(missing_ok=True)
+            self._spill.unlink(missing_ok=True)
 
     def _put(
         self,
