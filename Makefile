@@ -113,7 +113,7 @@ COVERAGE := --cov=common --cov=producers --cov=workers
 test: test-needs model lint ## everything: linters, then all tests, with brokers, browser and a real engine
 	@status=0; \
 	$(BIN)/python -m pytest $(PARALLEL) $(COVERAGE) --cov-report= $(ARGS) || status=$$?; \
-	$(BIN)/python -m pytest -m engine $(COVERAGE) --cov-append --cov-report=term:skip-covered $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -m 'engine and not slow' $(COVERAGE) --cov-append --cov-report=term:skip-covered $(ARGS) || status=$$?; \
 	exit $$status
 
 .PHONY: test-unit test-fast test-slow test-engine test-fault chaos
@@ -122,14 +122,15 @@ test-unit: $(STAMPS)/dev ## unit tests alone: no broker, no engine
 test-fast: test-needs $(STAMPS)/dev ## all tests that need no real engine
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 test-slow: test-needs $(STAMPS)/dev ## long tests that `make test` leaves out
-	@$(BIN)/python -m pytest -m slow --ignore tests/fault $(ARGS)
-test-fault: test-needs $(STAMPS)/dev ## the whole fault suite, and its table
+	@$(BIN)/python -m pytest -m 'slow and not engine' --ignore tests/fault $(ARGS)
+test-fault: test-needs model $(STAMPS)/dev ## the whole fault suite, and its table; then an engine's own faults on a real one
 	@$(BIN)/python -m pytest tests/fault --numprocesses $(JOBS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest tests/engine/test_real_faults.py $(ARGS)
 chaos: test-needs $(STAMPS)/dev ## ten minutes of random faults; CHAOS_S=… for another time, SEED=… for the same faults again
 	@BATCHMILL_TEST_CHAOS_S=$$(( $(or $(CHAOS_S),600) / 2 )) BATCHMILL_TEST_CHAOS_SEED=$(SEED) \
 	  $(BIN)/python -m pytest tests/fault/test_chaos.py --capture no $(ARGS)
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
-	@$(BIN)/python -m pytest -m engine $(ARGS)
+	@$(BIN)/python -m pytest -m 'engine and not slow' $(ARGS)
 
 .PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-vs-run-batch
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers

@@ -302,6 +302,8 @@ class Fleet:
         for name in ("active", "incoming", "control"):
             left += [path for path in (self.store_folder / name).rglob("*") if path.is_file()]
         left += (self.folder / "tmp").rglob("*")
+        # What workers note about themselves while they live (`places.run_dir`).
+        left += (path for path in (self.folder / "home").rglob("*") if path.is_file())
         return sorted(str(path.relative_to(self.folder)) for path in left)
 
 

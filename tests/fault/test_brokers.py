@@ -152,21 +152,24 @@ def test_consumer_timeout(fleet: Fleet, impatient: RabbitServer) -> None:
     assert any("PRECONDITION_FAILED" in w.text or "timeout" in w.text.lower() for w in fleet.workers)
 
 
-@case("24c", "workers end until the queue's delivery limit is reached", brokers=("rabbitmq",))
+@case(
+    "24c",
+    "messages redelivered up to the queue's limit, then the workers end",
+    brokers=("rabbitmq",),
+)
 def test_delivery_limit(fleet: Fleet) -> None:
-    fleet.start(BATCHMILL_BROKER_DELIVERY_LIMIT="1")
-    fleet.submit()
+    fleet.start(BATCHMILL_BROKER_DELIVERY_LIMIT="1", BATCHMILL_ECHO_FAULTS="SLOW=slow:15")
+    fleet.submit(marks=dict.fromkeys(range(0, 2000, 100), "SLOW"))
     fleet.wait_progress(0.1)
     with fleet.fault():
-        for _ in range(5):
-            seen = fleet.answered()
-            for worker in fleet.workers:
-                fleet.child(worker).kill()
-            # Both hold chunks again.
-            wait_until(lambda seen=seen: fleet.answered() > seen + 64, 60, "work goes on")  # type: ignore[misc]
-            if brokers.dead_letters(fleet.broker):
-                break
-        assert brokers.dead_letters(fleet.broker) > 0, "no message went over the limit"
+
+        def over_the_limit() -> bool:
+            brokers.drop_clients(fleet.broker)
+            return brokers.dead_letters(fleet.broker) > 0
+
+        wait_until(over_the_limit, 60, "a message goes over the limit", 1.0)
+        for worker in fleet.workers:
+            fleet.child(worker).kill()
     fleet.finish()
 
 

@@ -155,7 +155,7 @@ def test_messages_of_an_ended_batch_replayed(fleet: Fleet, metrics: str) -> None
     assert fleet.store.read(f"batches/{ended.id}/output.jsonl") == output
 
 
-@case("20c", "messages tampered with, of another version or type, or with callbacks smuggled in", quick="redis")
+@case("20c", "messages tampered with, of another version or type, or with callbacks smuggled in")
 def test_bad_messages(fleet: Fleet) -> None:
     fleet.start()
     fleet.submit()
