@@ -121,12 +121,12 @@ def wait_for_broker(settings: Settings) -> None:
         try:
             connect(settings).release()
         except Unreachable as exc:
-            if time.monotonic() > deadline:
-                raise
             if not told:
                 told = True
                 sys.stderr.write(f"workers: {exc}; waiting up to {BROKER_WAIT_S:g} s for it\n")
                 sys.stderr.flush()
+            if time.monotonic() > deadline:
+                raise
             time.sleep(0.5)
         else:
             return
