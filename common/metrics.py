@@ -23,6 +23,7 @@ CHUNKS_SENT = Counter("batchmill_chunks_sent", "Chunks published to workers.", [
 CHUNKS_COPIED = Counter("batchmill_chunks_copied", "Rests of slow chunks sent to idle workers too.", ["model"])
 WINDOW = Gauge("batchmill_window_requests", "Requests that may be with workers at a time.", ["model"])
 CHUNKS_LOST = Counter("batchmill_chunks_lost", "Chunks given up and sent again.", ["model"])
+CRASHES = Counter("batchmill_crashes", "Reports of chunks whose worker ended abnormally.", ["model"])
 RESULTS_LOGGED = Counter("batchmill_results_logged", "Results logged by the coordinator.", ["kind"])
 RESULTS_REPEATED = Counter("batchmill_results_repeated", "Results that were there already, or came too late.")
 MESSAGES_REFUSED = Counter("batchmill_messages_refused", "Queue messages that failed verification.", ["direction"])
@@ -62,6 +63,7 @@ CATALOGUE = (
     REQUESTS_IN_FLIGHT,
     CHUNKS_SENT,
     CHUNKS_LOST,
+    CRASHES,
     CHUNKS_COPIED,
     WINDOW,
     RESULTS_LOGGED,

@@ -6,6 +6,7 @@ broker has it: a supervisor that is ended itself leaves it to the next one of it
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from pathlib import Path
@@ -66,10 +67,16 @@ class Reporter:
         The file is moved at once, so that the next life of the worker may make its own.
         """
         crumb = breadcrumb.read(path)
-        if crumb is None:
-            path.unlink(missing_ok=True)
-            return False
-        self._put(path.replace(path.with_suffix(f".{crumb.life}{_CRASH if charge else _KILLED}")), reason, charge)
+        try:
+            if crumb is None:
+                path.unlink(missing_ok=True)
+                return False
+            moved = path.replace(path.with_suffix(f".{crumb.life}{_CRASH if charge else _KILLED}"))
+        except OSError as exc:
+            # Its lease will lapse instead.
+            log.warning("a breadcrumb cannot be kept", error=str(exc))
+            return crumb is not None
+        self._put(moved, reason, charge)
         return True
 
     def take_left(self, path: Path) -> None:
@@ -105,7 +112,8 @@ class Reporter:
             self._give_up([chunk.id for chunk in crumb.chunks])
             suspects = sum(len(p) for chunk in crumb.chunks for p in chunk.inside.values()) if charge else 0
             log.warning("crash reported", node=crumb.node, chunks=len(messages), suspects=suspects)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
     def _insist(self, messages: list[tuple[str, Results]]) -> bool:
         """Publish all, over and over until the broker has them; False when the supervisor ends first."""

@@ -19,7 +19,7 @@ from common.broker import Publisher, connect, queue
 from common.codec import Codec
 from common.errors import BadMessage
 from common.logs import get
-from common.messages import QUEUE_DEAD, Kind, Results, decode_results, kinds, lengths, results_queue
+from common.messages import QUEUE_DEAD, Crash, Kind, Results, decode_results, kinds, lengths, results_queue
 from common.settings import Settings
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.broker_calls import BrokerTrouble, broker_calls, let_go
@@ -186,10 +186,7 @@ class Aggregator:
         core = self._core
         with core.lock:
             book = core.book
-            chunk = book.out.get(results.chunk)
-            needing = {p.batch for p in results.parts if p.batch in book.batches and book.batches[p.batch].accepting}
-            if chunk is not None:
-                needing.update(share.batch for share in chunk.shares)
+            needing = book.needing(results)
             if not needing:
                 late = sum(len(part.kind) for part in results.parts)
                 self.dropped += late
@@ -202,6 +199,8 @@ class Aggregator:
             place = core.ledger.append(Type.RESULTS, payload, needing)
             outcome = book.results(results, place, time.monotonic())
             ticket = core.ledger.written
+            if results.crash is not None:
+                self._note_crash(results, results.crash)
             for progress in outcome.touched:
                 core.dirty.add(progress.id)
                 if progress.complete:
@@ -210,6 +209,12 @@ class Aggregator:
         self._count(results, outcome)
         core.dispatch.set()
         self._unacked.append(_Unacked(ticket, message))
+
+    @staticmethod
+    def _note_crash(results: Results, crash: Crash) -> None:
+        metrics.CRASHES.labels(model=results.model).inc()
+        suspects = sum(len(inside.pos) // 4 for inside in crash.inside)
+        log.warning("worker_crashed", node=results.node, chunk=results.chunk, reason=crash.reason, suspects=suspects)
 
     @staticmethod
     def _count(results: Results, outcome: Outcome) -> None:

@@ -160,6 +160,17 @@ class Book:
             self._end_moot(chunk)
         return outcome
 
+    def needing(self, results: Results) -> set[str]:
+        """The open batches that a worker's message says something of; nobody needs one without any."""
+        named = {part.batch for part in results.parts}
+        if results.crash is not None:
+            named.update(inside.batch for inside in results.crash.inside)
+        found = {b for b in named if b in self.batches and self.batches[b].accepting}
+        chunk = self.out.get(results.chunk)
+        if chunk is not None:
+            found.update(share.batch for share in chunk.shares)
+        return found
+
     def lost(self, record: Lost, now: float) -> None:
         """A chunk is given up: its open rows go out again."""
         chunk = self.out.pop(record.chunk, None)

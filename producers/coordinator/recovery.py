@@ -53,10 +53,7 @@ def _apply(book: Book, place: int, record: Record) -> set[str]:
             # Whole, but of another version of this program.
             log.error("record_unreadable", place=place, reason=bad.reason)
             return set()
-        needing = {p.batch for p in results.parts if p.batch in book.batches and book.batches[p.batch].accepting}
-        chunk = book.out.get(results.chunk)
-        if chunk is not None:
-            needing.update(share.batch for share in chunk.shares)
+        needing = book.needing(results)
         if needing:
             book.results(results, place, now)
         return needing

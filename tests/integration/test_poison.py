@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from common import registry
 from common import settings as settings_module
 from common.live import LiveState
@@ -21,11 +19,9 @@ from tests.support.coordinators import check_outputs, coordinating, lines, wait_
 from tests.support.processes import Processes
 
 
-@pytest.mark.parametrize("poison", [{7}, {3, 7, 20}])
-def test_requests_that_kill_workers_cost_one_result_each(
-    fleet_env: dict[str, str], processes: Processes, poison: set[int]
-) -> None:
+def test_requests_that_kill_workers_cost_one_result_each(fleet_env: dict[str, str], processes: Processes) -> None:
     """Two crashes charge all that meet in the engine, then each ends one alone: 2 + n, and no neighbour is lost."""
+    poison = {3, 7, 20}
     env = fleet_env | {
         # Longer than the test: nothing here waits for a lease or for the broker.
         "BATCHMILL_SCHEDULER_LEASE_S": "300",

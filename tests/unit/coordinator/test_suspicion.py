@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages import Kind
+from common.messages import VERSION, Crash, Inside, Kind, Results
 from producers.coordinator import packing, suspicion
 from producers.coordinator.packing import Draft, Wait
 from producers.coordinator.records import Lost, unpack_positions
+from tests.support.coordinators import MODEL
 from tests.unit.coordinator.test_book import ROOM, Bench, all_of, batch_of
 
 TWO = replace(ROOM, workers=2, nodes=("n", "m"))
@@ -125,6 +126,16 @@ def test_a_report_counts_once_and_one_that_comes_late_convicts_nobody() -> None:
         bench.crash("an older one", {"a": [3]}, life=life)
     assert max(r.charges for r in bench.lane.retries) == suspicion.SUSPECT
     assert packing.exhausted(bench.lane, 4) == []
+
+
+def test_a_late_report_is_needed_by_the_batches_it_names() -> None:
+    bench = Bench(batch_of("a", 8), batch_of("b", 8))
+    inside = Inside("a", b"\0\0\0\0")
+    report = Results(VERSION, "gone", MODEL, "n", 0, False, [], crash=Crash("1", "", [inside, Inside("ended", b"")]))
+    assert bench.book.needing(report) == {"a"}
+    chunk = str(bench.send())
+    ours = Results(VERSION, chunk, MODEL, "n", 0, False, [], crash=Crash("1", "", []))
+    assert bench.book.needing(ours) == {share.batch for share in bench.book.out[chunk].shares}
 
 
 def test_losses_without_a_report_charge_only_after_five_in_a_row() -> None:
