@@ -84,7 +84,7 @@ class Scheduler(msgspec.Struct, **Strict):
     #: Attempts after the first, for what may be retried.
     retry_times: int = 3
     #: Seconds until a lease lapses that is not renewed.
-    lease_s: float = 8.0
+    lease_s: float = 6.0
     #: Seconds after which a chunk that nobody leased counts as lost while later ones were taken or its queue is empty.
     unclaimed_s: float = 5.0
     #: How many times as long as chunks take a chunk runs, at the end of the work, before what is missing of it goes to

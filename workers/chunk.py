@@ -42,8 +42,18 @@ _FAILURES: dict[Abort | None, Failure] = {
 class ChunkWork:
     """The rows of a chunk on their way through the engine. `rows` are per slice, in the chunk's order."""
 
-    def __init__(self, chunk: Chunk, rows: list[list[Row]], thread: EngineThread, lane: Lane, number: int = -1) -> None:
-        """`number`: the chunk's in the breadcrumb."""
+    def __init__(
+        self,
+        chunk: Chunk,
+        rows: list[list[Row]],
+        thread: EngineThread,
+        lane: Lane,
+        number: int = -1,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """`number`: the chunk's in the breadcrumb. `ahead`: it was sent to this worker alone, and has waited before."""
+        self.ahead = ahead and not chunk.isolated
         self.timeout_s = chunk.timeout_s
         self.isolated = chunk.isolated
         self._number = number

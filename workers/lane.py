@@ -27,6 +27,8 @@ class Work(Protocol):
     timeout_s: float
     #: Its requests go in one at a time, with nothing else inside.
     isolated: bool
+    #: They go in before those that wait.
+    ahead: bool
 
     def request(self, row: int) -> tuple[int, bytes] | None:
         """Position of the url in `URLS`, and body; None when the row is no longer wanted."""
@@ -71,8 +73,11 @@ class Lane:
         return self._isolating or (bool(self._waiting) and self._waiting[0][0].isolated)
 
     def enter(self, work: Work, rows: range) -> None:
-        """Queue rows behind all that are here."""
-        self._waiting.extend((work, row) for row in rows)
+        """Queue rows behind all that are here, or before them."""
+        if work.ahead:
+            self._waiting.extendleft((work, row) for row in reversed(rows))
+        else:
+            self._waiting.extend((work, row) for row in rows)
         self._pump()
 
     def drop(self, work: Work, row: int) -> None:

@@ -152,6 +152,8 @@ class Book:
             return outcome
         for part in results.parts:
             self._part(part, chunk, results.node, place, now, outcome)
+        if results.model in self.lanes:
+            self.lanes[results.model].silent.discard(results.node)
         if chunk is not None:
             # Seen or not: a lease of less than a second may fall between two looks.
             leased = self.lane(chunk.model).leased_order
@@ -180,6 +182,8 @@ class Book:
         if record.leased or chunk.target:
             # In a worker's own queue nobody else would find it; that worker, should it come back, need not run it.
             self._give_up(chunk.id)
+        if record.node:
+            lane.silent.add(record.node)
         for share, rows in self._open_shares(chunk):
             if record.leased:
                 lane.retries.append(suspicion.after_lapse(share, rows, record.node, now))
@@ -383,6 +387,7 @@ class Book:
         for batch_id, rows in named.items():
             self._charge_late(batch_id, rows, results.node)  # Those that a second copy holds too stay with that.
         lane = self.lane(chunk.model)
+        lane.silent.add(results.node)
         for share, rows in self._open_shares(chunk):
             suspects = named.get(share.batch, np.empty(0, np.uint32))
             lane.retries.extend(suspicion.after_crash(share, rows, suspects, results.node, now))

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from common import metrics
@@ -20,8 +21,10 @@ from common.store import Store
 from producers.coordinator import packing, stragglers
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.batch_files import BatchFiles, DamagedBatch
+from producers.coordinator.capacity import Capacity
 from producers.coordinator.core import Core
 from producers.coordinator.engine_size import EngineSize
+from producers.coordinator.lanes import Lane
 from producers.coordinator.ledger import DiskFull
 from producers.coordinator.packing import Draft, Pick, Wait
 from producers.coordinator.progress import Progress
@@ -115,7 +118,7 @@ class Dispatcher:
             lane = core.book.lanes.get(model)
             if lane is None:
                 return 3600.0
-            room = self._sizes.capacity(model, core.workers, lane.times)
+            room = _without(self._sizes.capacity(model, core.workers, lane.times), lane)
             metrics.WINDOW.labels(model=model).set(room.window)
             now, wait_s = time.monotonic(), self._settings.scheduler.timeout_ms / 1000
             wall = time.time()
@@ -143,9 +146,10 @@ class Dispatcher:
         core = self._core
         with core.lock:
             lane = core.book.lanes.get(model)
-            nodes = self._sizes.capacity(model, core.workers).nodes
-            most = 1 + self._settings.scheduler.retry_times
-            found = packing.exhausted(lane, most, nodes) if lane is not None else []
+            if lane is None:
+                return True
+            nodes = _without(self._sizes.capacity(model, core.workers), lane).nodes
+            found = packing.exhausted(lane, 1 + self._settings.scheduler.retry_times, nodes)
         return all(core.while_disk_full(functools.partial(core.decide, decision)) for decision in found)
 
     def _read_sizes(self, drafted: list[Pick]) -> list[Pick]:
@@ -304,3 +308,8 @@ def _not_after(batches: list[Progress]) -> float:
     if any(p.clock_doubted or p.batch.expires_at is None for p in batches):
         return 0.0
     return max(p.batch.expires_at or 0.0 for p in batches) + CLOCK_SLACK_S
+
+
+def _without(room: Capacity, lane: Lane) -> Capacity:
+    """Not those that were lost: what they said of themselves outlives them by half a minute."""
+    return replace(room, nodes=tuple(node for node in room.nodes if node not in lane.silent))

@@ -127,6 +127,8 @@ class Lane:
     unweighed: set[str] = field(default_factory=set)
     weighed_at: float = float("-inf")
     retries: list[Retry] = field(default_factory=list)
+    #: Workers with which a chunk was lost, until one of them is heard of again.
+    silent: set[str] = field(default_factory=set)
     next_order: int = 0
     #: Highest order that a worker was seen to hold, by queue.
     leased_order: dict[str, int] = field(default_factory=dict)

@@ -27,6 +27,7 @@ def see_leases(book: Book, nodes: Mapping[str, str | None], now: float) -> None:
             if chunk.held_since is None or node != chunk.node:
                 chunk.held_since = now
             chunk.leased_at, chunk.node = now, node
+            book.lane(chunk.model).silent.discard(node)
             chunk.unleased_since = chunk.missing_since = None
             leased = book.lane(chunk.model).leased_order
             leased[chunk.queue] = max(leased.get(chunk.queue, -1), chunk.order)
@@ -55,7 +56,8 @@ def see_workers(book: Book, nodes: Collection[str], now: float) -> None:
     for chunk in book.out.values():
         if not chunk.target or not chunk.published:
             continue
-        if chunk.target in nodes or chunk.leased_at is not None:
+        there = chunk.target in nodes and chunk.target not in book.lane(chunk.model).silent
+        if there or chunk.leased_at is not None:
             chunk.target_gone_since = None
         elif chunk.target_gone_since is None:
             chunk.target_gone_since = now

@@ -24,6 +24,8 @@ from producers.coordinator.records import Exhausted, pack_positions
 from producers.coordinator.row_states import Positions
 from producers.coordinator.weights import Weights
 
+#: Chunks that may wait in a worker's own queue, or run from it, when what was lost with another goes there.
+AHEAD = 2
 #: Seconds between two weighings of all batches: deadlines near.
 WEIGH_S = 1.0
 
@@ -93,7 +95,7 @@ def draft(
     _wake(book, lane, wall)
     _weigh(book, lane, now, wall, weights)
     due, until, held = _due(book, lane, now, wall)
-    apart = _isolated(book, lane, due, room) or _elsewhere(book, lane, due, room)
+    apart = _isolated(book, lane, due, room) or _elsewhere(book, lane, due, room) or _lost(book, lane, due, room)
     if apart is not None:
         return apart if apart.picks else _answered(lane, now)
     again: dict[str, list[Retry]] = {}
@@ -219,6 +221,17 @@ def _elsewhere(book: Book, lane: Lane, due: list[Retry], room: Capacity) -> Draf
             like = [r for r in due if _failed(r) and r.tried == retry.tried]
             return Draft(_alike(book, like, room.target), node)
     return None
+
+
+def _lost(book: Book, lane: Lane, due: list[Retry], room: Capacity) -> Draft | None:
+    """What was lost with a worker, for the others' own queues: it has waited once, and goes before what waits now."""
+    lost = [r for r in due if (r.lapses or r.charges) and r.charges < suspicion.SUSPECT]
+    sent = Counter(c.target for c in book.out.values() if c.model == lane.model)
+    node = min(room.nodes, key=lambda node: sent[node], default="")
+    if not lost or not node or sent[node] >= AHEAD:
+        return None
+    each = math.ceil(sum(len(r.positions) for r in lost) / len(room.nodes))
+    return Draft(_alike(book, lost, min(room.target, max(room.floor, each))), node)
 
 
 def _failed(retry: Retry) -> bool:

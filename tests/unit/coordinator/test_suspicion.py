@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages import VERSION, Crash, Inside, Kind, Results
-from producers.coordinator import packing, suspicion
+from producers.coordinator import losses, packing, suspicion
 from producers.coordinator.packing import Draft, Wait
-from producers.coordinator.records import Lost, unpack_positions
+from producers.coordinator.records import Dispatch, Lost, sent_slice, unpack_positions
 from tests.support.coordinators import MODEL
 from tests.unit.coordinator.test_book import ROOM, Bench, all_of, batch_of
 
@@ -201,6 +201,30 @@ def test_what_one_worker_failed_at_goes_to_another_before_it_is_final() -> None:
     assert packing.exhausted(bench.lane, 1, ("n", "m")) == []
     bench.answer(str(bench.send(TWO)), all_of(Kind.RETRY, [0, 1]), node="m", done=True)
     assert [d.attempts for d in packing.exhausted(bench.lane, 1, ("n", "m"))] == [2]
+
+
+def test_what_was_lost_with_a_worker_goes_before_what_waits_and_not_to_that_worker() -> None:
+    three = replace(ROOM, workers=3, nodes=("n", "m", "k"))
+    bench = Bench(batch_of("a", 100))
+    chunk = str(bench.send())
+    losses.see_leases(bench.book, {chunk: "n"}, bench.now)
+    bench.log.append(Lost(chunk, True, "n"))
+    bench.book.lost(bench.log[-1], bench.now)
+    assert bench.lane.silent == {"n"}
+    left = replace(three, nodes=tuple(n for n in three.nodes if n not in bench.lane.silent))
+    sent = []
+    for _ in range(3):
+        draft = drafted(bench, left)
+        bench.numbers += 1
+        pieces = [sent_slice(p.batch, p.positions, p.attempt, p.charges, p.lapses, p.tried) for p in draft.picks]
+        record = Dispatch(f"c{bench.numbers}", MODEL, bench.now, pieces, draft.node)
+        bench.book.sent(record, bench.now)
+        sent.append((draft.node, bench.positions(record.chunk)))
+    assert sent == [("m", [0, 1, 2, 3]), ("k", [4, 5]), ("m", [6, 7])]
+    assert drafted(bench, left).node == ""
+    # It is back: it holds something.
+    losses.see_leases(bench.book, {"c2": "n"}, bench.now)
+    assert bench.lane.silent == set()
 
 
 def test_rows_that_were_answered_after_all_are_not_sent_again() -> None:
