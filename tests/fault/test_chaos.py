@@ -156,8 +156,8 @@ def test_chaos(fleet: Fleet) -> None:
     with fleet.fault():
         chaos.run(SECONDS)
     for asked in fleet.batches:
-        # Twice in an engine that was killed, a request runs alone; killed there by us as well, it is taken for the cause
-        # (docs/reliability.md, what is not covered). It must stay a rare one.
+        # Twice in an engine that was killed, a request runs alone; killed there by us as well, it is taken for the
+        # cause (docs/reliability.md, what is not covered). It must stay a rare one.
         asked.may_fail = "engine_crash"
     found = fleet.finish(timeout=300)
     wronged = [line["custom_id"] for one in found.outcomes for line in one.errors]
