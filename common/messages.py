@@ -69,8 +69,9 @@ class Chunk(msgspec.Struct, frozen=True):
     #: Result cache: off, read, write, on.
     cache: str
     slices: list[Slice]
-    #: Its requests are suspected of ending engines: they run one at a time, with nothing else in the engine.
-    isolated: bool = False
+    #: Its requests are suspected of ending engines: so many of them at a time may be in the engine, with nothing else
+    #: there. 0: they are no suspects.
+    isolated: int = 0
 
 
 class Kind(IntEnum):

@@ -25,8 +25,8 @@ class Work(Protocol):
     """Requests that go through the lane; `workers.chunk.ChunkWork`."""
 
     timeout_s: float
-    #: Its requests go in one at a time, with nothing else inside.
-    isolated: bool
+    #: Above 0: so many of its requests go in at a time, with nothing else inside.
+    isolated: int
     #: They go in before those that wait.
     ahead: bool
 
@@ -52,8 +52,8 @@ class Lane:
         self._on_low = on_low
         self._told_at = 0.0
         self._crumb = crumb
-        #: True while an isolated request is inside.
-        self._isolating = False
+        #: Whose isolated requests are inside.
+        self._isolated: Work | None = None
         self._engine: Engine = thread.engine
         self.limit = inside_limit(self._engine.facts().max_num_seqs)
         self._waiting: deque[tuple[Work, int]] = deque()
@@ -70,7 +70,7 @@ class Lane:
     @property
     def isolating(self) -> bool:
         """True while an isolated request is inside, or next."""
-        return self._isolating or (bool(self._waiting) and self._waiting[0][0].isolated)
+        return self._isolated is not None or (bool(self._waiting) and self._waiting[0][0].isolated > 0)
 
     def enter(self, work: Work, rows: range) -> None:
         """Queue rows behind all that are here, or before them."""
@@ -87,16 +87,18 @@ class Lane:
             task.cancel()
 
     def _pump(self) -> None:
-        while self.inside < self.limit and self._waiting and not self._isolating:
+        while self.inside < self.limit and self._waiting:
             work, row = self._waiting[0]
-            if work.isolated and self.inside:
+            if self.inside and work is not self._isolated and (work.isolated or self._isolated is not None):
                 return  # What came before it has to be answered first.
+            if self.inside and work.isolated and self.inside >= work.isolated:
+                return
             self._waiting.popleft()
             asked = work.request(row)
             if asked is None:
                 continue
             self.inside += 1
-            self._isolating = work.isolated
+            self._isolated = work if work.isolated else None
             # Before it is anywhere near the engine.
             slot = self._crumb.enter(*work.names(row)) if self._crumb is not None else -1
             key = id(work), row
@@ -116,8 +118,8 @@ class Lane:
         finally:
             self.inside -= 1
             del self._tasks[key]
-            if work.isolated:
-                self._isolating = False
+            if not self.inside:
+                self._isolated = None
             if self._crumb is not None and not self._thread.dead:
                 # Of a dead engine all that were inside stay named, whichever hears of its death first.
                 self._crumb.leave(slot)

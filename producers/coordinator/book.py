@@ -134,7 +134,7 @@ class Book:
             self._note_chunk(progress, record.chunk)
             if progress.started_at is None:
                 progress.started_at = record.sent_at
-            charges = min(piece.charges, suspicion.SUSPECT)  # Records of earlier versions counted otherwise.
+            charges = min(piece.charges, suspicion.CONVICTED - 1)  # Records of earlier versions counted otherwise.
             chunk.shares.append(Share(piece.batch, rows, piece.attempt, charges, piece.lapses, piece.tried))
         if chunk.shares:
             self.out[chunk.id] = chunk

