@@ -27,6 +27,7 @@ CRASHES = Counter("batchmill_crashes", "Reports of chunks whose worker ended abn
 RESULTS_LOGGED = Counter("batchmill_results_logged", "Results logged by the coordinator.", ["kind"])
 RESULTS_REPEATED = Counter("batchmill_results_repeated", "Results that were there already, or came too late.")
 MESSAGES_REFUSED = Counter("batchmill_messages_refused", "Queue messages that failed verification.", ["direction"])
+DEAD_LETTERS = Counter("batchmill_dead_letters", "Messages of the dead-letter queue that were recorded and put away.")
 LEDGER_BYTES = Counter("batchmill_ledger_bytes", "Bytes appended to the ledger.")
 LEDGER_SYNC_SECONDS = Histogram(
     "batchmill_ledger_sync_seconds", "Time of one fsync of the ledger.", buckets=_SYNC_SECONDS
@@ -69,6 +70,7 @@ CATALOGUE = (
     RESULTS_LOGGED,
     RESULTS_REPEATED,
     MESSAGES_REFUSED,
+    DEAD_LETTERS,
     LEDGER_BYTES,
     LEDGER_SYNC_SECONDS,
     LEADER,

@@ -11,7 +11,6 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
-from blake3 import blake3
 from kombu import Connection, Consumer
 
 from common import metrics
@@ -26,7 +25,8 @@ from producers.coordinator.broker_calls import BrokerTrouble, broker_calls, let_
 from producers.coordinator.core import RESULTS_PREFETCH, Core
 from producers.coordinator.lanes import Outcome
 from producers.coordinator.losses import GRACE_S
-from producers.coordinator.records import Evidence, Type, encode
+from producers.coordinator.queue_reader import bytes_of
+from producers.coordinator.records import Type
 
 log = get(__name__)
 
@@ -99,9 +99,6 @@ class Aggregator:
         try:
             with broker_calls():
                 connection = connect(self._settings)
-                # RabbitMQ hands on what goes over a queue's delivery limit; with nowhere to put it, it would keep it
-                # in that queue, unseen and for good.
-                queue(self._settings, QUEUE_DEAD).bind(connection.default_channel).declare()
                 consumer = Consumer(
                     connection.channel(),
                     [queue(self._settings, self._queue)],
@@ -158,7 +155,7 @@ class Aggregator:
         self._core.results_seen.arrived()
 
     def _on_message(self, message: Any, connection: Connection) -> None:
-        blob = _bytes(message.body)
+        blob = bytes_of(message)
         try:
             results, payload = self._verified(blob)
         except BadMessage as bad:
@@ -226,18 +223,10 @@ class Aggregator:
         metrics.RESULTS_REPEATED.inc(outcome.duplicates + outcome.unknown)
 
     def _refuse(self, message: Any, blob: bytes, reason: str) -> None:
-        """Dead-letter a bad message, keep evidence of it, and be done with it."""
-        core = self._core
+        """Put a bad message where evidence is taken of it, and be done with it."""
         self.refused += 1
         metrics.MESSAGES_REFUSED.labels(direction="results").inc()
-        digest = blake3(blob).hexdigest()
-        log.error("bad_message", queue=self._queue, reason=reason, bytes=len(blob), digest=digest)
-        evidence = encode(Evidence(self._queue, reason, len(blob), digest, time.time()))
         with broker_calls():
             self._publisher.publish(QUEUE_DEAD, blob, headers={"x-reason": reason, "x-queue": self._queue})
-        if core.while_disk_full(lambda: core.ledger.append(Type.EVIDENCE, evidence)):
-            self._unacked.append(_Unacked(core.ledger.written, message))
-
-
-def _bytes(body: Any) -> bytes:
-    return body.encode("utf-8", "surrogateescape") if isinstance(body, str) else bytes(body)
+        # Confirmed, so nothing is to wait for.
+        self._unacked.append(_Unacked(0, message))

@@ -6,15 +6,13 @@ by its idempotency key. What is no submission goes to the dead-letter queue.
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from typing import Any
 
 import amqp
-from kombu import Connection, Consumer, Producer
+from kombu import Connection, Producer
 
 from common import metrics
-from common.broker import Publisher, connect, queue
+from common.broker import Publisher, queue
 from common.errors import BatchmillError, UsageError
 from common.logs import get
 from common.messages import QUEUE_DEAD, QUEUE_INTAKE
@@ -24,82 +22,47 @@ from common.store import Store
 from producers import intake
 from producers.batch import Batch
 from producers.coordinator import submission
-from producers.coordinator.backoff import Reconnect
-from producers.coordinator.broker_calls import BrokerTrouble, broker_calls, let_go
+from producers.coordinator.broker_calls import BrokerTrouble, broker_calls
 from producers.coordinator.core import Core
+from producers.coordinator.queue_reader import QueueReader, bytes_of
 
 log = get(__name__)
 
-_IDLE_S = 0.5
 
-
-class IntakeQueue:
+class IntakeQueue(QueueReader):
     """One thread: `run` until the core stops."""
 
     def __init__(
         self, core: Core, store: Store, settings: Settings, registry: Registry | None, publisher: Publisher
     ) -> None:
-        self._core = core
+        super().__init__(core, settings, QUEUE_INTAKE)
         self._store = store
-        self._settings = settings
         self._registry = registry
         self._publisher = publisher
-        self._arrived: deque[Any] = deque()
-        self._reconnect = Reconnect()
-        self._heartbeat_at = 0.0
 
-    def run(self) -> None:
-        """Consume until the core stops, over and over when the broker goes away."""
-        while not self._core.stop.is_set():
-            try:
-                self._consume()
-            except BrokerTrouble as exc:
-                delay = self._reconnect.failed()
-                log.warning("intake_consumer_lost", error=exc.kind, again_in_s=delay)
-                self._core.stop.wait(delay)
+    def close(self) -> None:
+        """Close the connection for what is refused."""
         self._publisher.close()
 
-    def _consume(self) -> None:
-        connection: Connection | None = None
-        self._arrived.clear()
-        try:
-            with broker_calls():
-                connection = connect(self._settings)
-                self._subscribe(connection)
-            while not self._core.stop.is_set():
-                try:
-                    with broker_calls():
-                        connection.drain_events(timeout=_IDLE_S)
-                        self._reconnect.worked()
-                except TimeoutError:
-                    pass
-                while self._arrived:
-                    self._take(self._arrived.popleft(), connection)
-                self._keep_alive(connection)
-        finally:
-            let_go(connection)
-
-    def _subscribe(self, connection: Connection) -> None:
-        wanted = queue(self._settings, QUEUE_INTAKE)
+    def subscribe(self, connection: Connection) -> None:
+        """Declare the queue, unless a sender was here first, and consume from it."""
         channel = connection.channel()
         try:
-            wanted.bind(channel).declare()
+            queue(self._settings, QUEUE_INTAKE).bind(channel).declare()
         except amqp.PreconditionFailed:
             # A sender was here first and declared it its own way: any durable queue of that name will do.
             log.warning("intake_queue_declared_elsewhere", queue=QUEUE_INTAKE)
             channel = connection.channel()
-        wanted.no_declare = True
-        consumer = Consumer(channel, [wanted], on_message=self._arrived.append, accept=None, prefetch_count=1)
-        consumer.consume()
+        self.consume(channel, declare=False)
 
-    def _take(self, message: Any, connection: Connection) -> None:
+    def take(self, message: Any, connection: Connection) -> None:
+        """Submit what it asks for, and answer."""
         task_id = submission.task_id_of(message.headers or {})
         if task_id is None:
             self._refuse(message)
             return
-        body = message.body.encode() if isinstance(message.body, str) else bytes(message.body)
         try:
-            batch = self._submit(body, task_id, connection)
+            batch = self._submit(bytes_of(message), task_id, connection)
         except BatchmillError as exc:
             # Its reason may quote the request, so it goes to the sender and not into the log.
             log.info("submission_refused", task=task_id, error=type(exc).__name__)
@@ -126,7 +89,7 @@ class IntakeQueue:
             )
 
         def keep_alive(_bytes: int, _lines: int) -> None:
-            self._keep_alive(connection)
+            self.keep_alive(connection)
 
         return intake.submit(wish.url, self._store, self._settings, self._registry, options, keep_alive)
 
@@ -150,17 +113,10 @@ class IntakeQueue:
             message.ack()
 
     def _refuse(self, message: Any) -> None:
-        body = message.body.encode() if isinstance(message.body, str) else bytes(message.body)
+        body = bytes_of(message)
         reason = "not a batchmill.submit task"
         metrics.MESSAGES_REFUSED.labels(direction="intake").inc()
         log.error("bad_message", queue=QUEUE_INTAKE, reason=reason, bytes=len(body))
         with broker_calls():
             self._publisher.publish(QUEUE_DEAD, body, headers={"x-reason": reason, "x-queue": QUEUE_INTAKE})
             message.ack()
-
-    def _keep_alive(self, connection: Connection) -> None:
-        now = time.monotonic()
-        if connection.heartbeat and now - self._heartbeat_at >= self._settings.broker.heartbeat_s / 4:
-            self._heartbeat_at = now
-            with broker_calls():
-                connection.heartbeat_check()

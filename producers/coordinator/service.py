@@ -1,7 +1,7 @@
 """The coordinator of one shard: leads, reads its ledger, and runs its threads until it is told to stop.
 
 Threads: results (consume, log, acknowledge), commits (fsync), dispatch (read, publish), live (leases, losses),
-finalizer and finalizer-large (assembly), copies (of the ledger into an object store), heartbeat, intake
+finalizer and finalizer-large (assembly), copies (of the ledger into an object store), heartbeat, dead (letters), intake
 (`batchmill.submit`), and control, which is the calling one.
 """
 
@@ -27,6 +27,7 @@ from producers.coordinator.aggregator import Aggregator
 from producers.coordinator.book import Book
 from producers.coordinator.control import Control
 from producers.coordinator.core import Core, Ousted, trouble_of
+from producers.coordinator.dead_letters import DeadLetters
 from producers.coordinator.dispatcher import Dispatcher
 from producers.coordinator.engine_size import EngineSize
 from producers.coordinator.finalizer import Finalizer
@@ -139,6 +140,7 @@ class Service:
             core.spawn("finalizer", finalizer.run_small),
             core.spawn("finalizer-large", finalizer.run_large),
             core.spawn("intake", submissions.run),
+            core.spawn("dead", DeadLetters(core, settings).run),
         ]
         if copies is not None:
             threads.append(core.spawn("copies", copies.run))

@@ -10,12 +10,11 @@ import urllib.parse
 from collections import Counter
 from typing import Any
 
-from common.messages import QUEUE_DEAD
 from tests.support.brokers import Broker, Depth, RabbitBroker, RedisBroker
 
 #: Keys that may stay in a fleet's Redis for good, by their beginning: bindings of kombu, what is documented to stay or
-#: to lapse by itself (`common.live`), and dead letters.
-_STAYING = ("_kombu.binding", "bm:generation", "bm:workers", "bm:cancelled:", "bm:given_up:", QUEUE_DEAD)
+#: to lapse by itself (`common.live`).
+_STAYING = ("_kombu.binding", "bm:generation", "bm:workers", "bm:cancelled:", "bm:given_up:")
 
 
 def lose_disk(broker: Broker) -> None:
@@ -52,14 +51,9 @@ def drop_clients(broker: Broker) -> int:
 
 
 def messages(broker: Broker) -> dict[str, Depth]:
-    """Every queue that holds something, Celery's own and orphans too, but the dead-letter queue."""
+    """Every queue that holds something, Celery's own, orphans and the dead-letter queue too."""
     found = _rabbit_queues(broker) if isinstance(broker, RabbitBroker) else _redis_lists(broker)
-    return {name: depth for name, depth in found.items() if depth != Depth(0, 0) and name != QUEUE_DEAD}
-
-
-def dead_letters(broker: Broker) -> int:
-    """Messages in the dead-letter queue."""
-    return broker.depth(QUEUE_DEAD).ready
+    return {name: depth for name, depth in found.items() if depth != Depth(0, 0)}
 
 
 def leftovers(broker: Broker) -> list[str]:

@@ -189,6 +189,10 @@ class Fleet:
         store = self.store
         return read_status(store, read_batch(store, asked.id))
 
+    def dead_letters(self) -> int:
+        """Messages that coordinators recorded and took out of the dead-letter queue."""
+        return sum(process.text.count("dead_letter ") for process in self.processes.started)
+
     def answered(self) -> int:
         """Requests that engines have answered so far, all batches together."""
         return sum(1 for event in echo_journal.read(str(self.journal)) if event.kind == "=")

@@ -165,7 +165,7 @@ def test_delivery_limit(fleet: Fleet) -> None:
 
         def over_the_limit() -> bool:
             brokers.drop_clients(fleet.broker)
-            return brokers.dead_letters(fleet.broker) > 0
+            return fleet.dead_letters() > 0
 
         wait_until(over_the_limit, 60, "a message goes over the limit", 1.0)
         for worker in fleet.workers:

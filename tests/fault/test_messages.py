@@ -13,9 +13,8 @@ import pytest
 
 from common.broker import Publisher, codecs, connect, queue
 from common.ids import new_chunk_id
-from common.messages import QUEUE_DEAD, TASK_INFER, VERSION, Results, encode, infer_queue
+from common.messages import TASK_INFER, VERSION, Results, encode, infer_queue
 from tests.conftest import ECHO_MODEL
-from tests.fault import brokers
 from tests.fault.fleet import READY, Fleet
 from tests.fault.table import case
 from tests.support.chunks import RESULTS, chat, make_chunk
@@ -170,7 +169,7 @@ def test_bad_messages(fleet: Fleet) -> None:
         callback: dict[str, Any] = {"task": "canary", "args": [], "options": {"queue": "canary"}, "subtask_type": None}
         smuggled = [[], {}, {"callbacks": [callback], "errbacks": [callback], "chain": [callback], "chord": None}]
         named = {"task": TASK_INFER, "id": new_chunk_id(), "lang": "py"}
-        before = brokers.dead_letters(fleet.broker)
+        before = fleet.dead_letters()
         with fleet.fault():
             meddler.put_chunk(flipped(meddler.chunks.seal(QUEUE, encode(good))), good.id)
             meddler.put_chunk(meddler.chunks.seal(QUEUE, encode(old)), old.id)
@@ -187,8 +186,8 @@ def test_bad_messages(fleet: Fleet) -> None:
                 meddler.put(RESULTS, Copy(blob, {}, {}))
             meddler.put_json(RESULTS, smuggled, named)
         sent = 10
-        wait_until(lambda: brokers.dead_letters(fleet.broker) == before + sent, 60, "each is buried")
+        wait_until(lambda: fleet.dead_letters() == before + sent, 60, "each is recorded")
     fleet.finish()
-    assert brokers.dead_letters(fleet.broker) == before + sent, QUEUE_DEAD
+    assert fleet.dead_letters() == before + sent
     assert fleet.broker.depth("canary").ready == 0
     assert "stolen" not in "".join(process.text for process in fleet.processes.started)

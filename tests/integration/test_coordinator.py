@@ -221,16 +221,19 @@ def test_bad_messages_are_dead_lettered_and_hold_up_nothing(fast: Settings, stor
         batch = make_batch(store, 100)
         with FakeWorker(fast):
             wait_status(store, batch, "completed")
-        broker.wait_depth(QUEUE_DEAD, ready=6)
         broker.wait_depth(name, ready=0, unacked=0)
-        evidence = []
-        for item in _records(running.core.ledger.folder):
-            if item.type is Type.EVIDENCE:
-                content = decode(item.type, item.payload)
-                assert isinstance(content, Evidence)
-                evidence.append(content.reason)
+        folder = running.core.ledger.folder
+        wait_until(lambda: len(_evidence(folder)) == 6, 30, "there is evidence of each")
+        broker.wait_depth(QUEUE_DEAD, ready=0, unacked=0)
+        evidence = _evidence(folder)
     publisher.close()
-    assert evidence == [*[reason.strip() for reason in bad], "not a Batchmill message"]
+    assert [found.reason for found in evidence] == [*[reason.strip() for reason in bad], "not a Batchmill message"]
+    assert {found.queue for found in evidence} == {name}
+
+
+def _evidence(wal: object) -> list[Evidence]:
+    found = [decode(item.type, item.payload) for item in _records(wal) if item.type is Type.EVIDENCE]
+    return [content for content in found if isinstance(content, Evidence)]
 
 
 def _records(wal: object) -> list[Record]:

@@ -99,7 +99,8 @@ def test_what_is_no_submission_is_put_aside_and_the_next_one_is_served(
 ) -> None:
     service.send_task("somebody.elses", queue="intake")
     assert _submit(service, requests=REQUESTS).startswith("batch_")
-    broker.wait_depth(QUEUE_DEAD, ready=1)
+    coordinator.wait_line("dead_letter .*queue=intake reason='not a batchmill.submit task'", 20)
+    broker.wait_depth(QUEUE_DEAD, ready=0, unacked=0)
     broker.wait_depth(QUEUE_INTAKE, ready=0, unacked=0)
 
 
