@@ -25,7 +25,7 @@ from tests.support.ports import wait_until
 from tests.support.processes import Processes
 
 #: Every crash is a start of the engine, half a minute on two cores.
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def submit(env: dict[str, str], file: Path, prompts: dict[str, str]) -> str:
@@ -40,7 +40,7 @@ def submit(env: dict[str, str], file: Path, prompts: dict[str, str]) -> str:
 
 def outputs(env: dict[str, str], batch: str, folder: Path, ids: list[str], failed: list[str]) -> oracle.Checked:
     """The outputs of a batch once it has ended."""
-    wait_until(lambda: producers(env, "status", batch)["status"] == "completed", 600, "the batch ends", 1)
+    wait_until(lambda: producers(env, "status", batch)["status"] == "completed", 900, "the batch ends", 1)
     producers(env, "results", batch, "--output", str(folder), status=1 if failed else 0)
     return oracle.check(folder, batch, ids, failed=failed)
 
