@@ -31,6 +31,7 @@ BAD: dict[str, tuple[bytes, str | None, str]] = {
     "custom_id empty": (_line(""), None, "custom_id"),
     "custom_id of 10 kB": (_line("x" * 10_000), None, "custom_id"),
     "custom_id again": (_line("good-1"), "good-1", "custom_id"),
+    "custom_id twice": (b'{"custom_id":"a","custom_id":"last","body":{"prompt":"x"}}', "last", "custom_id"),
     "a lone surrogate": (b'{"custom_id":"sur","body":{"prompt":"\\ud800"}}', None, ""),
     "NaN": (b'{"custom_id":"nan","body":{"prompt":"x","temperature":NaN}}', None, ""),
     "Infinity": (b'{"custom_id":"inf","body":{"prompt":"x","temperature":-Infinity}}', None, ""),
@@ -49,7 +50,6 @@ GOOD: list[bytes] = [
     _line("good-1"),
     _line("good-2"),
     '{"custom_id":"separators \u2028\u0085","body":{"prompt":"a\u2028b\u0085c"}}'.encode(),
-    b'{"custom_id":"twice","custom_id":"last counts","body":{"prompt":"x"}}',
     b'{"custom_id":"beyond","body":{"prompt":"x","seed":1}}\r',
     _line("extra", an_unknown_field={"a": [1, 2, {"b": None}]}),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import kombu
 import psutil
@@ -37,9 +36,7 @@ def test_a_killed_broker_comes_back_with_what_it_had(broker: Broker, fleet_setti
     publisher = broker_module.Publisher(fleet_settings)
     publisher.publish("infer.x.1", b"blob")
     publisher.close()
-    # RabbitMQ's directory of quorum queues is a dets table saved 500 ms after a change: a younger queue comes back
-    # empty, and no event tells. (The fleet survives that too: what is presumed lost is sent again.)
-    time.sleep(1)
+    broker.wait_saved("infer.x.1")
     broker.restart()
     broker.wait_depth("infer.x.1", ready=1)
     broker.wipe()

@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -295,6 +296,9 @@ class Broker:
         self.kill()
         self.start()
 
+    def wait_saved(self, queue: str) -> None:
+        """Wait until a kill cannot make the broker forget the queue."""
+
     def wipe(self) -> None:
         """Lose everything at once: all queues, and all live state."""
         raise NotImplementedError
@@ -401,6 +405,17 @@ class RabbitBroker(Broker):
 
     def resume(self) -> None:
         self.server.resume()
+
+    def wait_saved(self, queue: str) -> None:
+        # Its directory of quorum queues is a dets table that is saved a while after a change, 500 ms when the machine
+        # has time: a younger queue comes back empty, and no event tells.
+        wanted = f"{self.vhost}_{queue}".encode()
+        (table,) = (self.server.folder / "mnesia").glob("*/quorum/*/names.dets")
+
+        def saved() -> bool:
+            return wanted in table.read_bytes() and time.time() - table.stat().st_mtime > 1
+
+        wait_until(saved, 30, f"RabbitMQ has saved that there is a queue {queue}")
 
     def wipe(self) -> None:
         for name in self._names():

@@ -32,7 +32,10 @@ def s3_env(endpoint: str) -> dict[str, str]:
 def new_bucket() -> str:
     """The name of a new bucket; `s3_env` must be in this process's environment."""
     import fsspec
+    import s3fs
 
+    # fsspec keeps file systems by their arguments, whatever the environment says of the service meanwhile.
+    s3fs.S3FileSystem.clear_instance_cache()
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
     return bucket
