@@ -16,7 +16,10 @@ log = logs.get(__name__)
 
 
 class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Consumers are cancelled and begun on the main thread; `close`, `open` and `end` may be called from any."""
+    """Consumers are cancelled and begun on the main thread; `shut`, `open` and `end` may be called from any.
+
+    Not `close`: celery calls a step's method of that name, and `start`, `stop`, `shutdown` and `terminate`, itself.
+    """
 
     requires = (Credit,)
 
@@ -26,15 +29,15 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         self._consumer = c
 
     def start(self, c: Any) -> None:
-        """With every connection: consumers begin anew, which must not be while the gate is closed."""
+        """With every connection: consumers begin anew, which must not be while the gate is shut."""
         self._consumer = c
         self._node.gate = self
         if not self._node.taking:
-            self.close()
+            self.shut()
 
-    def close(self) -> None:
+    def shut(self) -> None:
         """Take no more chunks, then give back those that are here."""
-        self._consumer.hub.call_soon(self._close)
+        self._consumer.hub.call_soon(self._shut)
 
     def open(self) -> None:
         """Take chunks again."""
@@ -44,7 +47,7 @@ class Gate(bootsteps.StartStopStep):  # type: ignore[misc]
         """Let the worker end as after a signal, with this status."""
         worker_state.should_stop = status
 
-    def _close(self) -> None:
+    def _shut(self) -> None:
         for name in self._node.queues:
             if self._consumer.task_consumer is not None and self._consumer.task_consumer.consuming_from(name):
                 self._consumer.cancel_task_queue(name)

@@ -371,7 +371,7 @@ class Node:
             case Verdict.STOP:
                 log.error("sick: requests fail here and not elsewhere; taking no more", failing=round(failing, 3))
                 self.state, self.taking = "sick", False
-                gate.close()
+                gate.shut()
             case Verdict.RESUME:
                 log.warning("requests fail elsewhere too, or nobody else is left; taking chunks again")
                 self.state, self.taking = "ready", True

@@ -12,7 +12,7 @@ from typing import Any
 
 from celery import platforms, signals
 from celery.apps.worker import Worker
-from celery.exceptions import SecurityWarning
+from celery.exceptions import Reject, SecurityWarning
 from celery.worker import state
 
 from common import logs, metrics
@@ -59,6 +59,7 @@ def run(settings: Settings, registry: Registry, model: str, name: str) -> int:
     warnings.simplefilter("ignore", SecurityWarning)
     signals.setup_logging.connect(_keep_logging, weak=False)
     logging.getLogger("amqp").setLevel(logging.WARNING)
+    logging.getLogger("celery.app.trace").addFilter(_plain_rejects)
     metrics.serve(settings.telemetry, METRICS_OFFSET + _first_device())
     node = Node(settings, registry, model, name)
     app = make_worker_app(node)
@@ -92,3 +93,10 @@ def _first_device() -> int:
 
 def _keep_logging(**_: Any) -> None:
     """Having a receiver is what keeps Celery from setting up logging of its own."""
+
+
+def _plain_rejects(record: logging.LogRecord) -> bool:
+    """A chunk that is given back is no fault: Celery's line about it stays, without a traceback."""
+    if record.exc_info and record.exc_info[0] is not None and issubclass(record.exc_info[0], Reject):
+        record.exc_info = None
+    return True

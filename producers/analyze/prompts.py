@@ -46,7 +46,7 @@ def asked(url: int, body: bytes) -> Asked:
         right = _first(fields, "documents", "items", "data_2", "text_2")
         lefts = left if len(left) == len(right) else left[:1] * len(right)
         return Asked([_text(a) + _text(b) for a, b in zip(lefts, right, strict=True)])
-    return Asked(_several(fields.get("prompt", fields.get("input", ""))))
+    return Asked(_several(fields.get("prompt" if path == "/v1/completions" else "input", "")))
 
 
 def plain(messages: list[dict[str, Any]]) -> str:

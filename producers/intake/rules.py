@@ -44,7 +44,9 @@ COMPLETION_OUTPUT_TOKENS = 16
 
 Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)] | None
 Count = Annotated[int, Meta(ge=1, le=16384)] | None
-Text = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+#: vLLM's vocabularies end far below; what is more, or below 0, has no token in any model.
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Text = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 #: Of a score or rerank request: a text, something with parts, or several of these.
 Scored = str | dict[str, Any] | Annotated[list[str | dict[str, Any]], Meta(min_length=1)]
 

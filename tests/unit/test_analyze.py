@@ -160,6 +160,10 @@ def test_bad_lines_are_left_out_and_counted(fleet: Path) -> None:
     file.write_text(file.read_text() + "not json\n" + '{"custom_id": "c0", "body": {"prompt": "x"}}\n')
     found = look(str(file))
     assert (found.requests, found.invalid) == (3, 2)
+    # Token ids that no model has are bad lines.
+    write(file, [{"prompt": [7]}, {"prompt": [-1]}, {"prompt": [2**64 - 1]}])
+    found = look(str(file))
+    assert (found.requests, found.invalid) == (1, 2)
     file.write_text("not json\n")
     with pytest.raises(InvalidInput, match="none of its 1 requests is valid"):
         look(str(file))
@@ -227,6 +231,7 @@ def test_a_broken_tokenizer_is_not_the_end(model_folder: Path) -> None:
     [
         ("/v1/embeddings", {"input": ["a", "b"]}, ["a", "b"]),
         ("/v1/embeddings", {"input": [1, 2]}, [[1, 2]]),
+        ("/v1/embeddings", {"input": "a", "prompt": [-1, 2**40]}, ["a"]),
         ("/v1/rerank", {"query": "q", "documents": ["a", {"text": "b"}]}, ["qa", "qb"]),
         ("/v1/score", {"text_1": "q", "text_2": ["a", "b"]}, ["qa", "qb"]),
         ("/v1/completions", {"prompt_embeds": "…"}, [""]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -17,10 +18,11 @@ from common.messages import QUEUE_DEAD
 from common.settings import Settings
 from tests.support.ports import wait_until
 from workers import outbox as outbox_module
-from workers.credit import MOST, grown, shrunk
+from workers.credit import MOST, Credit, grown, shrunk
+from workers.gate import Gate
 from workers.lease import Leases
 from workers.outbox import Abandoned, Outbox
-from workers.visibility import renew
+from workers.visibility import RenewVisibility, renew
 
 
 class FakeLive:
@@ -271,3 +273,12 @@ def test_only_what_is_held_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only_existing, "a message acked meanwhile must not come back into the index"
     channel.closed = True
     assert renew(channel) == 0
+
+
+@pytest.mark.parametrize("step", [Credit, Gate, RenewVisibility])
+def test_what_celery_calls_of_a_step_takes_what_celery_gives_it(step: type) -> None:
+    # Blueprint.send_all looks methods up by name, with the consumer as their one argument.
+    for name in ("start", "stop", "close", "shutdown", "terminate", "include", "include_if", "create", "info"):
+        method = getattr(step, name, None)
+        if method is not None:
+            inspect.signature(method).bind("self", "consumer")
