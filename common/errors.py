@@ -30,6 +30,12 @@ class Unreachable(BatchmillError):
     exit_code = 3
 
 
+class Damaged(BatchmillError):
+    """A file in the store is not what it must be; the text names it."""
+
+    exit_code = 3
+
+
 class StoreFull(Unreachable):
     """The store's disk or quota is full; what was being written is not there."""
 

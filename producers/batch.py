@@ -15,10 +15,12 @@ Besides: `active/<shard>/<id>` (empty; present while there is work), `control/<i
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import numpy as np
 
-from common.errors import UsageError
+from common.errors import Damaged, UsageError
 from common.ids import is_batch_id
 from common.messages import Usage
 from common.plan import Window as Window  # noqa: PLC0414 (read from here by the batch's side)
@@ -141,24 +143,92 @@ def folder(batch_id: str) -> str:
 
 
 def read_batch(store: Store, batch_id: str) -> Batch:
-    """The batch; `UsageError` when there is none."""
+    """The batch; `UsageError` when there is none, `Damaged` when its file is not what intake wrote."""
+    path = f"{folder(batch_id)}/batch.json"
     try:
-        raw = store.read(f"{folder(batch_id)}/batch.json")
+        raw = store.read(path)
     except FileNotFoundError:
         raise UsageError(f"no batch {batch_id} in {store.url}; `producers list` shows what is there") from None
-    return msgspec.json.decode(raw, type=Batch)
+    try:
+        batch = msgspec.json.decode(raw, type=Batch)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        raise Damaged(f"{store.url}/{path}: is damaged: {exc}; submit the file again") from None
+    if batch.id != batch_id or min(batch.planned, batch.invalid, batch.shard) < 0 or batch.planned > batch.requests:
+        raise Damaged(f"{store.url}/{path}: is damaged: it is not what was submitted as {batch_id}; submit it again")
+    return batch
+
+
+class _Told(msgspec.Struct):
+    """What a batch's `summary.json` says of its end."""
+
+    status: str
+    completed: int
+    failed: int
+    resent: int
+    usage: Usage
+    timings: dict[str, float | None]
 
 
 def read_status(store: Store, batch: Batch) -> Status:
-    """The batch's status; `queued` until the coordinator has taken it up."""
+    """The batch's status; `queued` until the coordinator has taken it up.
+
+    Of a batch that has ended and whose status file is gone or damaged, it is what `summary.json` says, with a reason
+    that says so. `Damaged` when that cannot be read either.
+    """
+    path = f"{folder(batch.id)}/status.json"
     try:
-        return msgspec.json.decode(store.read(f"{folder(batch.id)}/status.json"), type=Status)
+        return _status(store, path)
     except FileNotFoundError:
-        return Status(
-            id=batch.id,
-            model=batch.model,
-            name=batch.name,
-            request_counts=Counts(total=batch.requests, failed=batch.invalid),
-            created_at=batch.created_at,
-            updated_at=batch.created_at,
-        )
+        ended = _by_summary(store, batch)
+        if ended is None:
+            return Status(
+                id=batch.id,
+                model=batch.model,
+                name=batch.name,
+                request_counts=Counts(total=batch.requests, failed=batch.invalid),
+                created_at=batch.created_at,
+                updated_at=batch.created_at,
+            )
+    except Damaged:
+        ended = _by_summary(store, batch)
+        if ended is None:
+            raise
+    # Its last status may have come, and its marker gone, between the two looks.
+    with contextlib.suppress(FileNotFoundError, Damaged):
+        return _status(store, path)
+    return ended
+
+
+def _status(store: Store, path: str) -> Status:
+    raw = store.read(path)
+    try:
+        return msgspec.json.decode(raw, type=Status)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        raise Damaged(
+            f"{store.url}/{path}: is damaged: {exc}; while the batch runs its coordinator writes it anew"
+        ) from None
+
+
+def _by_summary(store: Store, batch: Batch) -> Status | None:
+    """The end of a batch as its summary has it; None when it is unfinished, or that file cannot be read."""
+    try:
+        told = msgspec.json.decode(store.read(f"{folder(batch.id)}/summary.json"), type=_Told)
+    except (FileNotFoundError, msgspec.DecodeError, ValueError):
+        return None
+    if told.status not in FINAL or store.exists(f"active/{batch.shard}/{batch.id}"):
+        return None
+    finished_at = told.timings.get("finished_at")
+    return Status(
+        id=batch.id,
+        status=told.status,
+        reason="its status.json is missing or damaged: this is by its summary.json",
+        model=batch.model,
+        name=batch.name,
+        request_counts=Counts(batch.requests, told.completed, told.failed),
+        resent=told.resent,
+        usage=told.usage,
+        created_at=batch.created_at,
+        started_at=told.timings.get("started_at"),
+        finished_at=finished_at,
+        updated_at=finished_at or batch.created_at,
+    )

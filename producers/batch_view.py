@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import msgspec
 
-from common.errors import UsageError
+from common.errors import Damaged, UsageError
 from common.store import Store
 from producers import batch as batches
 from producers.batch import FINAL, Batch, Command, Heartbeat, Input, Status
@@ -130,8 +131,8 @@ def look(store: Store, batch_id: str, *, now: float | None = None) -> BatchView:
     return view(batch, batches.read_status(store, batch), None if there else "no_coordinator")
 
 
-def recent(store: Store, limit: int | None) -> list[BatchView]:
-    """The newest batches first, at most `limit` of them (None: all)."""
+def recent(store: Store, limit: int | None, damaged: Callable[[Damaged], None] = lambda _: None) -> list[BatchView]:
+    """The newest batches first, at most `limit` of them (None: all); `damaged` is told of those left out as such."""
     views: list[BatchView] = []
     # Ids sort by their time of creation.
     for batch_id in reversed(store.list("batches")):
@@ -141,6 +142,8 @@ def recent(store: Store, limit: int | None) -> list[BatchView]:
             views.append(look(store, batch_id))
         except UsageError:
             continue  # a folder without a batch: one that is being written, or nothing of ours
+        except Damaged as exc:
+            damaged(exc)
     return views
 
 

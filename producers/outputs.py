@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from common.errors import BatchmillError, UsageError
+from common.errors import BatchmillError, Damaged, UsageError
 from common.store import Store
 from producers.batch import folder
 
@@ -80,10 +80,13 @@ def lines(store: Store, batch_id: str) -> Iterator[bytes]:
 
 
 def tagged(store: Store, batch_id: str) -> Iterator[Line]:
-    """As `lines`, each with the file it is from."""
+    """As `lines`, each with the file it is from; `Damaged` for a line that answers no request."""
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(_open(store, batch_id, name)) for name in (OUTPUT, ERRORS)]
-        yield from _merged(*sources)
+        try:
+            yield from _merged(*sources)
+        except ValueError:
+            raise Damaged(f"{store.url}/{folder(batch_id)}: a line of {OUTPUT} or {ERRORS} is damaged") from None
 
 
 def merge(output: BinaryIO, errors: BinaryIO) -> Iterator[bytes]:
@@ -102,8 +105,11 @@ def _merged(output: BinaryIO, errors: BinaryIO) -> Iterator[Line]:
             bad = errors.readline()
     for first, file, kind in ((good, output, True), (bad, errors, False)):
         if first:
+            index_of(first)
             yield Line(kind, first)
-            yield from (Line(kind, line) for line in file)
+            for line in file:
+                index_of(line)
+                yield Line(kind, line)
 
 
 def index_of(line: bytes) -> int:

@@ -17,8 +17,10 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _PART = re.compile(r"(\d+(?:\.\d+)?)([smhdw])", re.ASCII)
 _DURATION = re.compile(rf"(?:{_PART.pattern})+", re.ASCII)
 _WINDOW = re.compile(r"(\d{1,2}):(\d\d)\s*-\s*(\d{1,2}):(\d\d)(?:\s+(\S+))?", re.ASCII)
-#: Longest duration that is meant: beyond it, it is a slip.
+#: Longest duration, and farthest moment, that is meant: beyond it, it is a slip.
 _MOST_S = 3660 * 86400.0
+#: Unix seconds within which every zone's calendar, and the days beside a day, can be told (years 68 to 9892).
+_CALENDAR = (-6e10, 2.5e11)
 
 
 def duration(text: str) -> float:
@@ -26,14 +28,18 @@ def duration(text: str) -> float:
     given = text.strip().lower()
     if not _DURATION.fullmatch(given):
         raise UsageError(f"'{text}' is not a duration; write 90s, 30m, 24h, 7d or 1h30m")
-    seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(given))
+    parts = _PART.findall(given)
+    sizes = [_SECONDS[unit] for _, unit in parts]
+    if sizes != sorted(set(sizes), reverse=True):
+        raise UsageError(f"'{text}' is not a duration: name each unit once, the largest first, as in 1h30m")
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
     if not 0 < seconds <= _MOST_S:
         raise UsageError(f"'{text}' is not a duration between 1 second and 10 years")
     return seconds
 
 
 def moment(text: str, now: float) -> float:
-    """The Unix time that `text` means: an ISO date and time, or a duration from `now` on."""
+    """The Unix time that `text` means: an ISO date and time, or a duration from `now` on; at most 10 years ahead."""
     given = text.strip()
     if _DURATION.fullmatch(given.lower()):
         return now + duration(given)
@@ -46,11 +52,14 @@ def moment(text: str, now: float) -> float:
         when = datetime.fromisoformat(stamp)
         if when.tzinfo is not None and zone:
             raise ValueError
-        return when.replace(tzinfo=when.tzinfo or zone_of(zone.strip() or "UTC")).timestamp()
+        at = when.replace(tzinfo=when.tzinfo or zone_of(zone.strip() or "UTC")).timestamp()
     except (ValueError, OverflowError):
         raise UsageError(
             f"'{text}' is neither a time (2026-12-01T22:00+01:00, UTC where none is said) nor a duration from now (2h)"
         ) from None
+    if at > now + _MOST_S:
+        raise UsageError(f"'{text}' is more than 10 years ahead")
+    return at
 
 
 def zone_of(name: str) -> tzinfo:
@@ -81,7 +90,9 @@ class RunWindow:
         return f"{self.start:%H:%M}-{self.end:%H:%M} {self.zone_name}"
 
     def contains(self, now: float) -> bool:
-        """True inside it."""
+        """True inside it, and where no calendar reaches: nobody can say."""
+        if not _CALENDAR[0] <= now <= _CALENDAR[1]:
+            return True
         at = datetime.fromtimestamp(now, self.zone).time()
         if self.start < self.end:
             return self.start <= at < self.end
@@ -140,7 +151,7 @@ def _time_of_day(text: str, hour: int, minute: int) -> clock_time:
 
 
 def opens(now: float, not_before: float | None, window: RunWindow | None) -> float:
-    """From when on requests may be sent, `now` or later."""
+    """From when on requests may be sent, `now` or later. Total: a stored batch may hold any number."""
     at = max(now, not_before or 0.0)
     return at if window is None else window.opens(at)
 

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from common.errors import Damaged
 from producers.batch_view import BatchView, look, recent
 from producers.cli import say, surroundings, wording
 
@@ -33,7 +34,7 @@ def status(batch_id: str, *, as_json: bool) -> int:
 def show(*, limit: int | None, as_json: bool) -> int:
     """The newest batches."""
     store = surroundings.store_of(surroundings.load_settings())
-    found = recent(store, limit)
+    found = recent(store, limit, warn_of_damage)
     if as_json:
         say.json({"object": "list", "data": found})
     elif found:
@@ -43,6 +44,11 @@ def show(*, limit: int | None, as_json: bool) -> int:
     else:
         say.err(f"no batches in {store.url}")
     return 0
+
+
+def warn_of_damage(exc: Damaged) -> None:
+    """Say that a batch is left out."""
+    say.err(f"producers: warning: {exc}")
 
 
 def card(seen: BatchView, now: float, *, embedded: bool = False) -> Table:

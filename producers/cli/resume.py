@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.errors import UsageError
+from common.errors import Damaged, UsageError
 from common.store import Store
 from producers.batch_view import BatchView, look
 from producers.cli import exits, say, surroundings, wording
+from producers.cli.batches import warn_of_damage
 from producers.cli.watch import default_folder, followed, outcome, put, running_fleet, tell
 from producers.following import Pace
 from producers.intake import recover
@@ -57,4 +58,6 @@ def unfinished(store: Store) -> list[BatchView]:
             views.append(look(store, batch_id))
         except UsageError:
             continue  # The coordinator says what is wrong with it.
+        except Damaged as exc:
+            warn_of_damage(exc)
     return [seen for seen in views if not seen.final]

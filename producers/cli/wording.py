@@ -104,7 +104,11 @@ def when(at: float, now: float, window: str | None = None) -> str:
         with contextlib.suppress(UsageError):
             parsed = run_window(window)
             zone, name = parsed.zone, parsed.zone_name
-    moment = datetime.fromtimestamp(at, zone) if zone is not None else datetime.fromtimestamp(at).astimezone()
+    try:
+        moment = datetime.fromtimestamp(at, zone) if zone is not None else datetime.fromtimestamp(at).astimezone()
+    except (ValueError, OverflowError, OSError):
+        # A stored batch may hold any number.
+        return "a time beyond the calendar"
     text = f"{moment:%H:%M}" if 0 <= at - now < 20 * 3600 else f"{moment:%Y-%m-%d %H:%M}"
     return f"{text} {name or moment.tzname() or ''}".rstrip()
 

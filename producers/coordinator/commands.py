@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from common.errors import UsageError
+from common.errors import Damaged, UsageError
 from common.ids import is_batch_id
 from common.logs import get
 from common.store import LocalStore, Store
@@ -91,7 +91,7 @@ class Commands:
                 continue
             try:
                 batch = read_batch(self._store, batch_id)
-            except (UsageError, msgspec.DecodeError):
+            except (UsageError, Damaged):
                 continue
             if batch.shard == self._core.shard and has_ended(self._store, batch):
                 self._store.delete(f"control/{batch_id}")

@@ -7,10 +7,8 @@ import functools
 import time
 from collections.abc import Iterator
 
-import msgspec
-
 from common import metrics
-from common.errors import BatchmillError, Unreachable
+from common.errors import BatchmillError, Damaged, Unreachable
 from common.logs import get
 from common.store import LocalStore, Store
 from producers.batch import Batch, Status, folder, read_batch
@@ -181,9 +179,13 @@ class Control:
                 batch = self._read(batch_id)
             if batch is None:
                 continue
-            with core.lock:
-                core.book.open(batch).fresh = True
-                core.dirty.add(batch.id)
+            try:
+                with core.lock:
+                    core.book.open(batch).fresh = True
+                    core.dirty.add(batch.id)
+            except (BatchmillError, ValueError, OverflowError, MemoryError) as exc:
+                self._refuse(batch_id, exc)
+                continue
             self._fresh.add(batch.id)
             log.info("batch_opened", batch=batch.id, requests=batch.requests, model=batch.model)
 
@@ -203,12 +205,10 @@ class Control:
             batch = read_batch(self._store, batch_id)
             if batch.run_between is not None:
                 run_window(batch.run_between)
-        except (BatchmillError, msgspec.DecodeError) as exc:
-            if isinstance(exc, Unreachable):
-                raise
-            self._odd.add(batch_id)
-            log.error("batch_unreadable", batch=batch_id, error=type(exc).__name__)
-            self._fail_unreadable(batch_id, exc)
+        except Unreachable:
+            raise
+        except BatchmillError as exc:
+            self._refuse(batch_id, exc)
             return None
         if has_ended(self._store, batch):
             # The coordinator ended between the last status and this.
@@ -218,6 +218,13 @@ class Control:
         self._store.sweep(folder(batch_id))
         return batch
 
+    def _refuse(self, batch_id: str, exc: Exception) -> None:
+        """End a batch whose `batch.json` cannot be worked with: it holds up no other."""
+        self._odd.add(batch_id)
+        log.error("batch_unreadable", batch=batch_id, error=type(exc).__name__)
+        with self._apart(batch_id):
+            self._fail_unreadable(batch_id, exc)
+
     def _fail_unreadable(self, batch_id: str, exc: Exception) -> None:
         try:
             base = folder(batch_id)
@@ -226,7 +233,9 @@ class Control:
         if not self._store.exists(base):
             return  # Nothing there to write into; it may still be on its way.
         why = str(exc) if isinstance(exc, BatchmillError) else type(exc).__name__
-        reason = f"{base}/batch.json: cannot be read ({why}); submit the file again"
+        reason = (
+            why if isinstance(exc, Damaged) else f"{base}/batch.json: cannot be read ({why}); submit the file again"
+        )
         now = time.time()
         status = Status(id=batch_id, status="failed", reason=reason, created_at=now, finished_at=now)
         self._files.say(status, self._leadership.check)

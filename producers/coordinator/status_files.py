@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from common.errors import Damaged
 from common.logs import get
 from common.store import Fence, Store
 from producers.batch import FINAL, Batch, Status, folder, read_status
@@ -42,7 +43,7 @@ def has_ended(store: Store, batch: Batch) -> bool:
     """True when a batch's status is final."""
     try:
         return read_status(store, batch).status in FINAL
-    except msgspec.DecodeError:
+    except Damaged:
         # Damaged: it is made anew, and so are the outputs if there were any.
         log.error("status_unreadable", batch=batch.id)
         return False

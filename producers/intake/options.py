@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -55,7 +56,7 @@ class Options:
             raise UsageError(f"tenant: {self.tenant[:80]!a} must be 1 to 64 letters, digits, '.', '_' or '-'")
         if self.priority is not None and self.priority not in PRIORITIES:
             raise UsageError(f"priority: '{self.priority}' is not one of {', '.join(PRIORITIES)}")
-        self.times(0.0)
+        self.times(time.time())
         for what, text in (
             ("name", self.name),
             ("idempotency key", self.idempotency_key),

@@ -28,7 +28,7 @@ import msgspec
 from blake3 import blake3
 from ulid import ULID
 
-from common.errors import Unreachable
+from common.errors import Damaged, Unreachable
 from common.ids import is_batch_id, new_batch_id
 from common.store import FileGroup, LocalStore, Store
 from producers.batch import Batch, folder
@@ -153,6 +153,8 @@ def find_by_key(store: Store, key: str) -> Batch | None:
         batch = msgspec.json.decode(store.read(key_path(key)), type=Batch)
     except FileNotFoundError:
         return None
+    except (msgspec.DecodeError, ValueError) as exc:
+        raise Damaged(f"{store.url}/{key_path(key)}: is damaged: {exc}; delete it or use another key") from None
     if finish(store, batch):
         return batch
     # The batch was deleted since: its key is free again.
@@ -195,7 +197,7 @@ def recover(store: Store) -> None:
             continue
         try:
             batch = msgspec.json.decode(store.read(f"{folder(batch_id)}/batch.json"), type=Batch)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, ValueError):
             continue  # damaged, which is for the coordinator to say
         except FileNotFoundError:
             with _taken_over(store, batch_id) as dead:
@@ -236,7 +238,8 @@ def _settle(store: Store, batch_id: str) -> None:
     raw = b""
     with contextlib.suppress(FileNotFoundError):
         raw = store.read(_whole_path(store, batch_id))
-    if raw:
+    # Damaged: nobody was promised what cannot be read.
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         batch = msgspec.json.decode(raw, type=Batch)
         # Whoever repeats the submit finds the key, so the batch must come to be. Without one it was never promised.
         if _holds_key(store, batch):
@@ -251,5 +254,5 @@ def _holds_key(store: Store, batch: Batch) -> bool:
         return False
     try:
         return msgspec.json.decode(store.read(key_path(batch.idempotency_key)), type=Batch).id == batch.id
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.DecodeError, ValueError):
         return False

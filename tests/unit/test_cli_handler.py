@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common.errors import InvalidInput, Unreachable, UsageError
 from common.ids import new_batch_id
+from common.messages import Usage
 from common.store import LocalStore
 from producers.cli import exits, say
 from producers.cli.handler import guard, run
@@ -453,3 +455,64 @@ def test_errors_are_told_by_the_code_where_stderr_takes_nothing(tmp_path: Path) 
     env = {**os.environ, "PYTHONPATH": str(ROOT), "BATCHMILL_MODELS": str(ROOT / "config" / "models.yaml")}
     for streams in ("2>/dev/full", "2>&-"):
         assert subprocess.run(["sh", "-c", f"{line} {streams}"], env=env, check=False).returncode == exits.INVALID
+
+
+def test_any_number_in_a_stored_batch_can_be_shown(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    for at in (253402349400.0, 1e308, -1e308):
+        of = stored.batch(store, created_at=at, not_before=at, expires_at=at, run_between="22:00-06:00 Asia/Tokyo")
+        stored.status(store, of, "queued", reason="scheduled", opens_at=at)
+        assert run(["status", of.id]) == 0
+    assert run(["list"]) == 0
+    assert "this is a bug" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["batch.json", "status.json"])
+def test_a_damaged_batch_is_named_and_the_others_are_listed(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    fine, broken = stored.batch(store), stored.batch(store)
+    store.put_atomic(f"batches/{broken.id}/{name}", b"garbage")
+    for command in ("status", "results", "retry", "watch", "cancel"):
+        assert run([command, broken.id]) == exits.UNREACHABLE
+        shown = capsys.readouterr()
+        assert f"{broken.id}/{name}: is damaged" in shown.err
+        assert shown.err.count("\n") == 1
+    assert run(["list", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert [b["id"] for b in json.loads(shown.out)["data"]] == [fine.id]
+    assert f"{broken.id}/{name}: is damaged" in shown.err
+
+
+def test_retry_of_damaged_errors_names_them(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    of = stored.batch(store, requests=4)
+    stored.status(store, of, "completed", 3, 1)
+    stored.outputs(store, of, {1})
+    store.put_atomic(f"batches/{of.id}/errors.jsonl", b"garbage\n")
+    assert run(["retry", of.id, "-d"]) == exits.UNREACHABLE
+    assert f"{of.id}: a line of output.jsonl or errors.jsonl is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"garbage"])
+def test_a_lost_status_is_told_by_the_summary(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    of = stored.batch(store, requests=2)
+    summary = {
+        "id": of.id,
+        "status": "completed",
+        "completed": 1,
+        "failed": 1,
+        "resent": 0,
+        "usage": msgspec.to_builtins(Usage(1, 2, 3, 4)),
+        "timings": {"created_at": 1.0, "started_at": 2.0, "finished_at": 3.0, "requests_per_s": None},
+    }
+    store.put_atomic(f"batches/{of.id}/summary.json", json.dumps(summary).encode())
+    if content is not None:
+        store.put_atomic(f"batches/{of.id}/status.json", content)
+    assert run(["status", of.id, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["status"], told["request_counts"]["failed"], told["finished_at"]) == ("completed", 1, 3.0)
+    assert "status.json is missing or damaged" in told["reason"]
+    # While its marker is there, the coordinator has the last word.
+    store.put_atomic(f"active/0/{of.id}", b"")
+    assert run(["status", of.id, "--json"]) == (0 if content is None else exits.UNREACHABLE)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UsageError
-from producers.schedule import duration, moment, run_window
+from producers.schedule import duration, moment, opens, run_window
 
 BERLIN = "Europe/Berlin"
 #: When clocks change in the zones below, UTC.
@@ -48,6 +48,32 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 )
 def test_moments(text: str, when: str) -> None:
     assert moment(text, _at("2026-01-01T00:00")) == _at(when)
+
+
+@pytest.mark.parametrize("text", ["5s5s", "1m1h", "1h1d", "1h30m30m"])
+def test_units_of_a_duration_descend(text: str) -> None:
+    with pytest.raises(UsageError, match="the largest first"):
+        duration(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["9999-12-31T23:30-14:00", "9999-12-25T12:00", "2099-01-01T00:00", "9999-12-31 23:59 UTC"]
+)
+def test_a_moment_is_at_most_ten_years_ahead(text: str) -> None:
+    with pytest.raises(UsageError, match="10 years"):
+        moment(text, _at("2026-01-01T00:00"))
+
+
+@given(
+    now=st.floats(allow_nan=True, allow_infinity=True),
+    not_before=st.none() | st.floats(allow_nan=True, allow_infinity=True),
+    zone=st.sampled_from(["UTC", "Asia/Tokyo", "Pacific/Kiritimati", "America/Los_Angeles"]),
+)
+@settings(deadline=None)
+def test_opens_takes_any_number(now: float, not_before: float | None, zone: str) -> None:
+    for edge in (now, 2.5e11, 253402349400.0, 253401739200.0, -6e10, -62135596800.0):
+        opens(edge, not_before, run_window(f"22:00-06:00 {zone}"))
+        run_window(f"22:00-06:00 {zone}").contains(edge)
 
 
 @pytest.mark.parametrize("text", ["", "tomorrow", "22:00", "2026-13-01T00:00", "2026-07-01T22:00Z Europe/Berlin"])
