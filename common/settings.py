@@ -7,6 +7,7 @@ Precedence: environment, then the file, then the defaults below. A key `section.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
+from common import plain_yaml
 from common.errors import UsageError
 
 Strict = {"forbid_unknown_fields": True, "frozen": True, "kw_only": True}
@@ -209,7 +211,16 @@ _AT_LEAST: dict[str, float] = {
     "cache.local_mb": 0,
     "store.max_request_bytes": 1024,
     "store.wal_copy_s": 0.2,
+    "telemetry.metrics_port": 0,
 }
+
+
+#: Keys that must be at most this.
+_AT_MOST: dict[str, float] = {"telemetry.metrics_port": 65535}
+#: A tenant's name: it stands in settings and is shown to people.
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+#: What Kubernetes and Docker put into the environment for a service named `batchmill-broker` and the like.
+_OF_A_SERVICE = re.compile(r"SERVICE_(HOST|PORT(_.*)?)|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?")
 
 
 def default_config_path(env: Mapping[str, str] = os.environ) -> Path | None:
@@ -240,7 +251,7 @@ def load(path: Path | None = None, env: Mapping[str, str] = os.environ) -> Setti
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping from a file; `UsageError` when it is missing, not YAML or not a mapping."""
     try:
-        raw = yaml.safe_load(path.read_text("utf-8"))
+        raw = plain_yaml.parse(path.read_text("utf-8"))
     except OSError as exc:
         raise UsageError(f"{path}: cannot be read: {exc.strerror}") from None
     except UnicodeDecodeError:
@@ -281,6 +292,7 @@ def _override(raw: dict[str, Any], env: Mapping[str, str]) -> tuple[dict[str, An
     merged = {k: dict(v) if isinstance(v, dict) else v for k, v in raw.items()}
     sources: dict[str, str] = {}
     for section in msgspec.structs.fields(Settings):
+        _refuse_unknown(section.encode_name, {f.encode_name for f in msgspec.structs.fields(section.type)}, env)
         for field in msgspec.structs.fields(section.type):
             name = f"BATCHMILL_{section.encode_name}_{field.encode_name}".upper()
             value = env.get(name)
@@ -302,6 +314,15 @@ def _override(raw: dict[str, Any], env: Mapping[str, str]) -> tuple[dict[str, An
     return merged, sources
 
 
+def _refuse_unknown(section: str, keys: set[str], env: Mapping[str, str]) -> None:
+    """`UsageError` for a variable of a section that names no key of it: a slip would go unseen."""
+    start = f"BATCHMILL_{section}_".upper()
+    for name in sorted(n for n in env if n.startswith(start)):
+        rest = name.removeprefix(start)
+        if not _OF_A_SERVICE.fullmatch(rest) and not {rest.lower(), rest.removesuffix("_FILE").lower()} & keys:
+            raise UsageError(f"{name}: there is no key {section}.{rest.lower()}; docs/settings.md lists the keys")
+
+
 def _parse(value: str, kind: Any, name: str) -> Any:
     """An environment string as the field's type: lists may be `0,1`, strings are verbatim, the rest is YAML."""
     options = getattr(kind, "__args__", (kind,))
@@ -313,9 +334,11 @@ def _parse(value: str, kind: Any, name: str) -> Any:
     elif str in options and getattr(kind, "__origin__", None) is not dict:
         return value
     try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise UsageError(f"{name}: cannot be read as a value") from None
+        return plain_yaml.parse(value)
+    except yaml.YAMLError as exc:
+        # Not its text, which may be a secret's.
+        told = f": {exc.problem}" if isinstance(exc, yaml.constructor.ConstructorError) else ""
+        raise UsageError(f"{name}: cannot be read as a value{told}") from None
 
 
 def _check(settings: Settings, where: str, sources: Mapping[str, str]) -> None:
@@ -337,6 +360,9 @@ def _check(settings: Settings, where: str, sources: Mapping[str, str]) -> None:
         given = value(key)
         if given is not None and given < least:
             raise UsageError(f"{place(key)}: {given} is too small, at least {least:g} is needed")
+    for key, most in _AT_MOST.items():
+        if value(key) > most:
+            raise UsageError(f"{place(key)}: {value(key)} is too large, at most {most:g} is possible")
     used = settings.inference.gpu_memory_utilization
     if used is not None and not 0 < used <= 1:
         raise UsageError(f"{place('inference.gpu_memory_utilization')}: {used} is not between 0 and 1")
@@ -357,6 +383,8 @@ def _check_weights(settings: Settings, place: Callable[[str], str]) -> None:
         ("scheduler.priority_weights", settings.scheduler.priority_weights),
     ):
         for name, weight in weights.items():
+            if not TENANT.fullmatch(name):
+                raise UsageError(f"{place(key)}: {name[:80]!a} must be 1 to 64 letters, digits, '.', '_' or '-'")
             if not 0 < weight < float("inf"):
                 raise UsageError(f"{place(key)}: the weight of '{name}' is {weight:g}; it must be above 0")
     unknown = sorted(settings.scheduler.priority_weights.keys() - PRIORITY_WEIGHTS.keys())

@@ -110,10 +110,13 @@ class Store(Protocol):
         ...
 
 
-def open_store(url: str) -> Store:
-    """The store at a folder, a `file://` URL, or any URL that fsspec opens (`s3://bucket/prefix`)."""
+def open_store(url: str, *, make: bool = True) -> Store:
+    """The store at a folder, a `file://` URL, or any URL that fsspec opens (`s3://bucket/prefix`).
+
+    A folder that is not there is made, unless `make` is False: then reading finds nothing in it.
+    """
     if "://" not in url or url.startswith("file://"):
-        return LocalStore(Path(url.removeprefix("file://")).expanduser())
+        return LocalStore(Path(url.removeprefix("file://")).expanduser(), make=make)
     from common.object_store import ObjectStore
 
     return ObjectStore(url)
@@ -122,13 +125,14 @@ def open_store(url: str) -> Store:
 class LocalStore:
     """A folder on a POSIX disk. Whatever returned is durable: files and the names of files are synced."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, make: bool = True) -> None:
         self.root = root.absolute()
         self.url = str(self.root)
         try:
             with self.errors("cannot be opened"):
-                make_folders(self.root)
-                if not self.root.is_dir():
+                if make:
+                    make_folders(self.root)
+                if not self.root.is_dir() and (make or self.root.exists()):
                     raise Unreachable(f"store {self.root}: is not a folder")
         except FileNotFoundError as exc:  # where nobody can make a folder, such as /proc, or a link that leads nowhere
             raise Unreachable(f"store {self.root}: cannot be opened: {exc.strerror}") from None

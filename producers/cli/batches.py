@@ -23,7 +23,7 @@ _COLOURS = {"completed": "green", "failed": "red", "cancelled": "yellow", "expir
 def status(batch_id: str, *, as_json: bool) -> int:
     """Where a batch stands."""
     settings = surroundings.load_settings()
-    seen = look(surroundings.store_of(settings), batch_id)
+    seen = look(surroundings.existing_store(settings), batch_id)
     if as_json:
         say.json(seen)
     else:
@@ -33,7 +33,7 @@ def status(batch_id: str, *, as_json: bool) -> int:
 
 def show(*, limit: int | None, as_json: bool) -> int:
     """The newest batches."""
-    store = surroundings.store_of(surroundings.load_settings())
+    store = surroundings.existing_store(surroundings.load_settings())
     found = recent(store, limit, warn_of_damage)
     if as_json:
         say.json({"object": "list", "data": found})

@@ -78,7 +78,7 @@ def _ask(
 
 
 def _store() -> Store:
-    return surroundings.store_of(surroundings.load_settings())
+    return surroundings.existing_store(surroundings.load_settings())
 
 
 def _user() -> str:

@@ -19,7 +19,7 @@ STDOUT = "-"
 def results(batch_id: str, *, output: str | None, partial: bool, merged: bool, as_json: bool) -> int:
     """Put the outputs of a batch; the outcome of one that has ended is the exit code."""
     settings = surroundings.load_settings()
-    store = surroundings.store_of(settings)
+    store = surroundings.existing_store(settings)
     seen = look(store, batch_id)
     if not seen.final and not partial:
         raise UsageError(

@@ -19,7 +19,7 @@ def resume(*, detach: bool, output: Path | None, as_json: bool) -> int:
     """Bring everything that is unfinished to its end; the gravest outcome is the exit code. May be run at any time."""
     settings = surroundings.load_settings()
     check_folder(output or default_folder("batch"))
-    store = surroundings.store_of(settings)
+    store = surroundings.existing_store(settings)
     recover(store)  # A submit that was killed when its batch was whole.
     found = unfinished(store)
     count = f"{len(found)} unfinished batch{'' if len(found) == 1 else 'es'}:"

@@ -34,7 +34,7 @@ def retry(wish: Wish) -> int:
     settings = surroundings.load_settings()
     wish.options.check()
     check_folder(wish.output or default_folder("batch"))
-    store = surroundings.store_of(settings)
+    store = surroundings.existing_store(settings)
     earlier = look(store, wish.batch_id)
     if not earlier.final:
         raise UsageError(

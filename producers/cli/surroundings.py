@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import metadata
 
 from common import places, registry, settings
-from common.errors import UsageError
+from common.errors import Unreachable, UsageError
 from common.registry import Registry
 from common.settings import Settings
-from common.store import Store, open_store
+from common.store import LocalStore, Store, open_store
 
 
 def load_settings() -> Settings:
@@ -27,6 +27,17 @@ def load_registry(loaded: Settings) -> Registry:
 def store_of(loaded: Settings) -> Store:
     """The store; `Unreachable` when it does not answer."""
     return open_store(places.store_url(loaded))
+
+
+def existing_store(loaded: Settings) -> Store:
+    """The store, for commands that only look or ask: none is made.
+
+    `Unreachable` when the one that the settings name is not there; where they name none, nothing was submitted yet.
+    """
+    store = open_store(places.store_url(loaded), make=False)
+    if loaded.store.url is not None and isinstance(store, LocalStore) and not store.exists(""):
+        raise Unreachable(f"there is no store at {store.url}; look at store.url (BATCHMILL_STORE_URL)")
+    return store
 
 
 def pairs(given: list[str]) -> dict[str, str]:

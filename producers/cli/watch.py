@@ -36,7 +36,7 @@ def default_folder(batch_id: str) -> Path:
 def watch(batch_id: str, *, output: Path | None, as_json: bool) -> int:
     """Follow a batch to its end; its outcome is the exit code."""
     settings = surroundings.load_settings()
-    store = surroundings.store_of(settings)
+    store = surroundings.existing_store(settings)
     seen = look(store, batch_id)
     target = output or default_folder(batch_id)
     check_folder(target)

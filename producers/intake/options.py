@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.errors import UsageError
+from common.settings import TENANT
 from producers import schedule
 from producers.batch import PRIORITIES
 
-#: A tenant's name: it stands in settings and is shown to people.
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 #: Of OpenAI's metadata: pairs, characters of a key, characters of a value.
 _METADATA_LIMITS = (16, 64, 512)
 
@@ -52,7 +50,7 @@ class Options:
             raise UsageError(f"timeout: {self.timeout_s} is not a number of seconds above 0")
         if self.idempotency_key is not None and not 0 < len(self.idempotency_key) <= 512:
             raise UsageError("idempotency key: must have 1 to 512 characters")
-        if self.tenant is not None and not _TENANT.fullmatch(self.tenant):
+        if self.tenant is not None and not TENANT.fullmatch(self.tenant):
             raise UsageError(f"tenant: {self.tenant[:80]!a} must be 1 to 64 letters, digits, '.', '_' or '-'")
         if self.priority is not None and self.priority not in PRIORITIES:
             raise UsageError(f"priority: '{self.priority}' is not one of {', '.join(PRIORITIES)}")

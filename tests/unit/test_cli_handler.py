@@ -160,7 +160,7 @@ def test_a_store_that_cannot_be_opened_is_three(
     (tmp_path / "file").touch()
     monkeypatch.setenv("BATCHMILL_STORE_URL", str(tmp_path / "file" / "store"))
     assert run(["list"]) == exits.UNREACHABLE
-    assert "cannot be opened" in capsys.readouterr().err
+    assert "there is no store at" in capsys.readouterr().err
 
 
 def test_status_and_list_as_json_are_stable(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -516,3 +516,23 @@ def test_a_lost_status_is_told_by_the_summary(
     # While its marker is there, the coordinator has the last word.
     store.put_atomic(f"active/0/{of.id}", b"")
     assert run(["status", of.id, "--json"]) == (0 if content is None else exits.UNREACHABLE)
+
+
+def test_a_command_that_reads_makes_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Where nothing is named, there is nothing yet.
+    assert run(["list"]) == 0
+    assert run(["resume"]) == 0
+    assert not (tmp_path / "home").exists()
+    capsys.readouterr()
+    monkeypatch.setenv("BATCHMILL_STORE_URL", str(tmp_path / "stor"))
+    batch_id = new_batch_id()
+    for argv in (
+        ["list"],
+        ["resume"],
+        *([c, batch_id] for c in ("status", "watch", "results", "retry", "cancel", "pause")),
+    ):
+        assert run(argv) == exits.UNREACHABLE
+        assert f"there is no store at {tmp_path / 'stor'}" in capsys.readouterr().err
+    assert not (tmp_path / "stor").exists()

@@ -49,6 +49,14 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
         ("cache: {url: secret}", ["cache.url", "must begin with"]),
         ("cache: [", ["fleet.yaml:1", "not valid YAML"]),
         ("[1]", ["mapping of sections"]),
+        (
+            "scheduler: {lease_s: 6}\ncache: {mode: off}\nscheduler:\n  shards: 2",
+            ["fleet.yaml:3", "'scheduler' is given twice"],
+        ),
+        ("cache:\n  local_mb: 1\n  local_mb: 2", ["fleet.yaml:3", "'local_mb' is given twice"]),
+        ("telemetry: {metrics_port: 65536}", ["telemetry.metrics_port", "too large", "65535"]),
+        ("telemetry: {metrics_port: -1}", ["telemetry.metrics_port", "too small"]),
+        ("scheduler: {tenants: {'': 2}}", ["scheduler.tenants", "1 to 64 letters"]),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -128,6 +136,37 @@ def test_every_key_can_be_set_by_environment() -> None:
             else:
                 with pytest.raises(UsageError, match=name):
                     settings.load(None, env={name: "{a: [wrong]}"})
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-.inf", "1.0e+999"])
+def test_every_number_is_one(tmp_path: Path, number: str) -> None:
+    for section in msgspec.structs.fields(settings.Settings):
+        for field in msgspec.structs.fields(section.type):
+            if not {int, float} & set(getattr(field.type, "__args__", (field.type,))):
+                continue
+            mapping = getattr(field.type, "__origin__", None) is dict
+            text = f"{{a: {number}}}" if mapping else f"[{number}]" if field.type == list[int] else number
+            with pytest.raises(UsageError, match=r"fleet.yaml:2.* is not a number"):
+                settings.load(write(tmp_path, f"{section.encode_name}:\n  {field.encode_name}: {text}\n"), env={})
+            name = f"BATCHMILL_{section.encode_name}_{field.encode_name}".upper()
+            with pytest.raises(UsageError, match=f"{name}.* is not a number"):
+                settings.load(write(tmp_path, ""), env={name: text})
+
+
+def test_a_key_may_stand_above_what_is_merged(tmp_path: Path) -> None:
+    text = "cache: &c {local_mb: 1, mode: read}\nscheduler: {}\n"
+    assert settings.load(write(tmp_path, text.replace("{}", "{shards: 2}")), env={}).scheduler.shards == 2
+    merged = write(tmp_path, "a: &a {x: 1}\nb: {<<: *a, x: 2}\n")
+    assert settings.read_yaml(merged)["b"] == {"x": 2}
+
+
+def test_a_variable_that_names_no_key_is_refused(tmp_path: Path) -> None:
+    for name in ("BATCHMILL_SCHEDULER_LEASE", "BATCHMILL_STORE_URLS", "BATCHMILL_BROKER_URL_FILES"):
+        with pytest.raises(UsageError, match=f"{name}: there is no key"):
+            settings.load(write(tmp_path, ""), env={name: "1"})
+    others = ("HOME", "CONFIG", "ECHO_START_S", "TEST_MARK", "FLEET_LINGER_S", "SECRETS_DIR", "STORE", "MODEL")
+    services = ("BROKER_SERVICE_HOST", "STORE_PORT", "BROKER_PORT_6379_TCP_ADDR", "CACHE_SERVICE_PORT_REDIS")
+    assert settings.load(write(tmp_path, ""), env={f"BATCHMILL_{n}": "x" for n in others + services})
 
 
 def test_weights_are_checked() -> None:

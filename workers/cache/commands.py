@@ -118,7 +118,7 @@ def import_(file: Path) -> int:
 def warm(batch_id: str) -> Warmed:
     """Put the determined answers of a finished batch into the cache."""
     settings = _settings()
-    batch = FinishedBatch(open_store(places.store_url(settings)), batch_id)
+    batch = FinishedBatch(open_store(places.store_url(settings), make=False), batch_id)
     entry = registries.load().versions.get(batch.model)
     if entry is not None and entry.cache == "off":
         raise UsageError(f"model {batch.model}: models.yaml says `cache: off`")
