@@ -16,18 +16,11 @@ import numpy as np
 from blake3 import blake3
 
 from common.errors import BatchmillError, UsageError
+from common.new_file import replacing
 from common.store import Store
 from producers import outputs
 from producers.batch import INVALID_DTYPE, Batch, folder, read_batch
-from producers.outputs import ERRORS, OUTPUT, SUMMARY, Line, Outputs
-
-
-class FileFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """An output file; `digest` is its blake3, hex."""
-
-    lines: int
-    bytes: int
-    digest: str
+from producers.outputs import ERRORS, OUTPUT, SUMMARY, FileFacts, Line, Outputs
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +90,7 @@ def deliver(store: Store, batch_id: str, target: Path) -> tuple[Outputs, Summary
     woven = lines(store, batch_id)
     with outputs.writing(batch_id, target):
         target.mkdir(parents=True, exist_ok=True)
-        with outputs.replacing(paths[OUTPUT]) as output, outputs.replacing(paths[ERRORS]) as errors:
+        with replacing(paths[OUTPUT]) as output, replacing(paths[ERRORS]) as errors:
             good, bad = _Counted(output), _Counted(errors)
             for line in woven:
                 (good if line.good else bad).write(line.data)
@@ -110,7 +103,7 @@ def deliver(store: Store, batch_id: str, target: Path) -> tuple[Outputs, Summary
             output=good.facts(),
             errors=bad.facts(),
         )
-        with outputs.replacing(paths[SUMMARY]) as file:
+        with replacing(paths[SUMMARY]) as file:
             file.write(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
     return Outputs(output=str(paths[OUTPUT]), errors=str(paths[ERRORS]), summary=str(paths[SUMMARY])), told
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
+from blake3 import blake3
 
 from common.errors import BatchmillError, Damaged, UsageError
+from common.new_file import destination, replacing
 from common.store import Store
-from producers.batch import folder
+from producers.batch import FINAL, folder, read_batch, read_status
 
 OUTPUT, ERRORS, SUMMARY = "output.jsonl", "errors.jsonl", "summary.json"
 #: In the order in which they are put: whoever finds the summary finds the rest.
@@ -25,6 +26,24 @@ _BLOCK = 1 << 20
 
 class NoOutputs(BatchmillError):
     """The batch has no output files: it has not ended, or it failed as a whole."""
+
+
+class DamagedOutputs(Damaged):
+    """The store has lost outputs of a batch, or has others than were written; what is damaged is not handed out."""
+
+
+class FileFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What `summary.json` says of an output file."""
+
+    lines: int
+    bytes: int
+    #: blake3, hex.
+    digest: str
+
+
+class _Facts(msgspec.Struct):
+    output: FileFacts
+    errors: FileFacts
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +61,8 @@ def check_folder(target: Path) -> None:
         place = place.parent
     if not place.is_dir():
         raise UsageError(f"output folder {target}: {place} is not a folder; use --output")
+    for name in FILES:
+        destination(target / name)
     try:
         # Asking the system's permission bits is no proof (root, read-only mounts, quotas): write something.
         with tempfile.TemporaryFile(dir=place) as probe:
@@ -51,16 +72,23 @@ def check_folder(target: Path) -> None:
 
 
 def deliver(store: Store, batch_id: str, target: Path) -> Outputs:
-    """Copy the outputs of a batch that has ended into `target`, each file whole or not at all.
+    """Copy the outputs of a batch that has ended into `target`: all of them, each whole, or none.
 
-    Raises `UsageError` when the folder cannot be written, `NoOutputs` when there is nothing to put.
+    Raises `UsageError` when the folder cannot be written, `NoOutputs` when there is nothing to put, `DamagedOutputs`
+    when the store does not have what was written to it.
     """
     paths = {name: target.absolute() / name for name in FILES}
-    for name in FILES:
-        with _open(store, batch_id, name) as source, writing(batch_id, target):
+    with contextlib.ExitStack() as stack:
+        sources = {name: stack.enter_context(_open(store, batch_id, name)) for name in FILES}
+        facts = _facts(store, batch_id)
+        with writing(batch_id, target), contextlib.ExitStack() as copies:
             target.mkdir(parents=True, exist_ok=True)
-            with replacing(paths[name]) as copy:
-                _copy(source, copy)
+            # They take their names in the opposite order, once all are whole.
+            for name in reversed(FILES):
+                copy = copies.enter_context(replacing(paths[name]))
+                _copy(sources[name], copy)
+                if name in facts:
+                    _check(batch_id, name, copy, facts[name])
     return Outputs(output=str(paths[OUTPUT]), errors=str(paths[ERRORS]), summary=str(paths[SUMMARY]))
 
 
@@ -74,19 +102,31 @@ class Line(NamedTuple):
 def lines(store: Store, batch_id: str) -> Iterator[bytes]:
     """The lines of both files, in the order of the input; `NoOutputs` when there are none.
 
-    Each line ends with its newline. Memory is that of two lines.
+    Each line ends with its newline. Memory is that of two lines. `DamagedOutputs` before the first line for a file of
+    another size than was written, after the last one for other content.
     """
     return (line.data for line in tagged(store, batch_id))
 
 
 def tagged(store: Store, batch_id: str) -> Iterator[Line]:
-    """As `lines`, each with the file it is from; `Damaged` for a line that answers no request."""
+    """As `lines`, each with the file it is from."""
     with contextlib.ExitStack() as stack:
-        sources = [stack.enter_context(_open(store, batch_id, name)) for name in (OUTPUT, ERRORS)]
+        sources = {name: stack.enter_context(_open(store, batch_id, name)) for name in (OUTPUT, ERRORS)}
+        facts = _facts(store, batch_id)
+        for name, source in sources.items():
+            if source.seek(0, os.SEEK_END) != facts[name].bytes:
+                raise _damaged(batch_id, name)
+            source.seek(0)
+        read = {True: blake3(), False: blake3()}
         try:
-            yield from _merged(*sources)
-        except ValueError:
-            raise Damaged(f"{store.url}/{folder(batch_id)}: a line of {OUTPUT} or {ERRORS} is damaged") from None
+            for line in _merged(*sources.values()):
+                read[line.good].update(line.data)
+                yield line
+        except ValueError:  # a line without an index
+            raise DamagedOutputs(f"{batch_id}: its outputs in the store are not what was written") from None
+        for name, good in ((OUTPUT, True), (ERRORS, False)):
+            if read[good].hexdigest() != facts[name].digest:
+                raise _damaged(batch_id, name)
 
 
 def merge(output: BinaryIO, errors: BinaryIO) -> Iterator[bytes]:
@@ -130,26 +170,50 @@ def writing(batch_id: str, target: Path) -> Iterator[None]:
         ) from None
 
 
-@contextlib.contextmanager
-def replacing(target: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name, durable, when the block ends without an exception."""
-    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _open(store: Store, batch_id: str, name: str) -> BinaryIO:
     try:
         return store.open_read(f"{folder(batch_id)}/{name}")
     except FileNotFoundError:
-        raise NoOutputs(f"{batch_id} has no {name}; 'producers status {batch_id}' says why") from None
+        raise _missing(store, batch_id, name) from None
+
+
+def _missing(store: Store, batch_id: str, name: str) -> BatchmillError:
+    if read_status(store, read_batch(store, batch_id)).status in FINAL - {"failed"}:
+        return DamagedOutputs(
+            f"{batch_id}: {folder(batch_id)}/{name} is missing from the store; nothing was handed out"
+        )
+    return NoOutputs(f"{batch_id} has no {name}; 'producers status {batch_id}' says why")
+
+
+def _facts(store: Store, batch_id: str) -> dict[str, FileFacts]:
+    """What was written, by the name of the file."""
+    try:
+        told = msgspec.json.decode(store.read(f"{folder(batch_id)}/{SUMMARY}"), type=_Facts)
+    except FileNotFoundError:
+        raise _missing(store, batch_id, SUMMARY) from None
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        raise _damaged(batch_id, SUMMARY) from None
+    return {OUTPUT: told.output, ERRORS: told.errors}
+
+
+def _check(batch_id: str, name: str, copy: BinaryIO, facts: FileFacts) -> None:
+    """`DamagedOutputs` unless a copy is what was written. It is read back: the copying itself is the kernel's."""
+    copy.flush()
+    if os.fstat(copy.fileno()).st_size == facts.bytes:
+        found = blake3()
+        copy.seek(0)
+        while block := copy.read(_BLOCK):
+            found.update(block)
+        if found.hexdigest() == facts.digest:
+            return
+    raise _damaged(batch_id, name)
+
+
+def _damaged(batch_id: str, name: str) -> DamagedOutputs:
+    return DamagedOutputs(
+        f"{batch_id}: {folder(batch_id)}/{name} in the store is damaged: it is not what was written; "
+        "bring it back from a backup, or submit the batch again"
+    )
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> None:

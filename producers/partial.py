@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import BatchmillError, UsageError
+from common.new_file import replacing
 from common.settings import Settings
 from common.store import Store
 from producers import outputs
@@ -81,7 +82,7 @@ def deliver(store: Store, settings: Settings, seen: BatchView, target: Path) -> 
     paths = {name: target.absolute() / name for name in (OUTPUT, ERRORS)}
     with outputs.writing(seen.id, target):
         target.mkdir(parents=True, exist_ok=True)
-        with outputs.replacing(paths[OUTPUT]) as output, outputs.replacing(paths[ERRORS]) as errors:
+        with replacing(paths[OUTPUT]) as output, replacing(paths[ERRORS]) as errors:
             _write(store, batch, snapshot, seen, output, errors)
     return Outputs(output=str(paths[OUTPUT]), errors=str(paths[ERRORS]), summary=None)
 

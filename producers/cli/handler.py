@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.errors import BatchmillError
+from common.interrupts import terminated_like_interrupted
 from producers.cli import exits, say
 
 #: Set to 1, errors show their traceback.
@@ -19,7 +20,11 @@ def run(argv: Sequence[str]) -> int:
     """The exit code of `producers ARGV…`; never raises."""
     from producers.cli.app import app
 
-    return guard("producers", lambda: app(list(argv), prog_name="producers", standalone_mode=False))
+    def call() -> Any:
+        with terminated_like_interrupted():
+            return app(list(argv), prog_name="producers", standalone_mode=False)
+
+    return guard("producers", call)
 
 
 def guard(name: str, call: Callable[[], Any]) -> int:
@@ -36,6 +41,8 @@ def guard(name: str, call: Callable[[], Any]) -> int:
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else exits.BUG
     except Exception as exc:
+        if isinstance(exc, OSError) and (told := _of_stdout(name, exc)) is not None:
+            return told
         usage = getattr(exc, "format_message", None)
         if usage is not None:  # the parser's own errors: an unknown option, a missing argument, no command at all
             said = _sentence(usage()) or "a command is missing"
@@ -45,6 +52,21 @@ def guard(name: str, call: Callable[[], Any]) -> int:
             say.err(f"{name}: set {DEBUG}=1 and run it again to see the traceback")
         return exits.BUG
     return code if isinstance(code, int) else exits.ANSWERED
+
+
+def _of_stdout(name: str, exc: OSError) -> int | None:
+    """The code where stdout is what failed under the parser, whose `--help` does not pass through `say`."""
+    at = exc.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None or at.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("rich", "typer"):
+        return None
+    try:
+        say.unwritten(exc)
+    except say.PipeClosed:
+        return exits.PIPE_CLOSED
+    except BatchmillError as told:
+        return _tell(name, str(told), told.exit_code)
 
 
 def _tell(name: str, message: str, code: int) -> int:

@@ -7,11 +7,12 @@ closed stderr never ends one that is at work.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.errors import UsageError
 
@@ -24,10 +25,14 @@ class PipeClosed(Exception):
 
 
 def lenient() -> None:
-    """Let no output end in an exception: a closed stream takes everything, stdout escapes what its encoding lacks."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    """Let words end no command: a closed stderr takes everything, stdout escapes what its encoding lacks.
+
+    A closed stdout takes nothing: whoever has an answer for it must not think that it was given.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or not stream.encoding.startswith("utf")):
         stream.reconfigure(errors="backslashreplace")
@@ -39,10 +44,16 @@ def _stdout() -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        _silence(sys.stdout)
-        if isinstance(exc, BrokenPipeError):
-            raise PipeClosed from None
-        raise UsageError(f"standard output cannot be written: {exc.strerror or exc}") from None
+        unwritten(exc)
+
+
+def unwritten(exc: OSError) -> NoReturn:
+    """Nothing more goes to stdout, which failed: `PipeClosed` or `UsageError`."""
+    _silence(sys.stdout)
+    if isinstance(exc, BrokenPipeError):
+        raise PipeClosed from None
+    why = "it is closed" if exc.errno == errno.EBADF else exc.strerror or exc
+    raise UsageError(f"standard output cannot be written: {why}") from None
 
 
 def out(text: str) -> None:

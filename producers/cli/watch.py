@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -58,7 +56,7 @@ def to_the_end(
 def followed(store: Store, seen: BatchView, settings: Settings, output: Path | None) -> BatchView | None:
     """The last view of a batch that is followed to its end; None when a person stopped following it."""
     try:
-        with terminated_like_interrupted(), running_fleet(settings, seen) as attend, display() as show:
+        with running_fleet(settings, seen) as attend, display() as show:
             for view in follow(store, seen.id):
                 seen = attend(view)
                 show(seen)
@@ -70,7 +68,11 @@ def followed(store: Store, seen: BatchView, settings: Settings, output: Path | N
 
 def hand_over(store: Store, seen: BatchView, target: Path, *, as_json: bool, merged: bool = False) -> int:
     """Put the outputs of a batch that has ended, where it has any, and tell how it did."""
-    outputs, failed = put(store, seen, target, merged=merged)
+    try:
+        outputs, failed = put(store, seen, target, merged=merged)
+    except KeyboardInterrupt:
+        say.err(f"\nstopped before its outputs were put; get them with: producers results {seen.id} --output DIR")
+        raise
     tell(seen, outputs, as_json=as_json)
     if merged and not as_json:
         say.out(f"  merged with what it retries: {wording.number(failed, 'request')} without an answer")
@@ -144,21 +146,3 @@ def way_back(batch_id: str, named: Path | None) -> None:
     say.err(f"\nNo longer following; {batch_id} goes on.")
     say.err(f"  come back   producers watch {batch_id}{where}")
     say.err(f"  cancel it   producers cancel {batch_id}")
-
-
-@contextlib.contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends following the way Ctrl-C does: the screen is put right and the way back is said."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread: signals are the caller's business
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

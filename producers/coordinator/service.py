@@ -48,7 +48,7 @@ _FULL_S = 1.0
 
 
 def run(settings: Settings, shard: int = 0) -> None:
-    """Coordinate a shard until SIGTERM or SIGINT (then it returns), or until another coordinator takes over.
+    """Coordinate a shard until SIGTERM, SIGINT or SIGHUP (then it returns), or until another coordinator takes over.
 
     Raises `UsageError` for settings that cannot work, `Unreachable` when the store cannot be opened, `Ousted` when
     another one leads, and whatever else a part of it failed with: start it again, and it goes on from its ledger.
@@ -199,11 +199,15 @@ def _registry() -> Registry | None:
 
 @contextlib.contextmanager
 def _signals(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`, where signals can be handled at all (the main thread)."""
+    """SIGTERM, SIGINT and SIGHUP set `stop`, where signals can be handled at all (the main thread)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    earlier = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A hangup that is ignored (nohup) stays so.
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    earlier = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
 from common import lines
 from common.ids import new_batch_id
@@ -67,7 +68,14 @@ def outputs(store: Store, of: Batch, failed: set[int]) -> list[bytes]:
     ]
     good = [line for i, line in enumerate(made) if i not in failed]
     bad = [line for i, line in enumerate(made) if i in failed]
-    store.put_atomic(f"batches/{of.id}/output.jsonl", b"".join(good))
-    store.put_atomic(f"batches/{of.id}/errors.jsonl", b"".join(bad))
-    store.put_atomic(f"batches/{of.id}/summary.json", b"{}\n")
+    put_outputs(store, of.id, b"".join(good), b"".join(bad))
     return made
+
+
+def put_outputs(store: Store, batch_id: str, output: bytes, errors: bytes) -> None:
+    """Output files with these bytes, and a summary that says so."""
+    facts = {}
+    for name, data in (("output", output), ("errors", errors)):
+        store.put_atomic(f"batches/{batch_id}/{name}.jsonl", data)
+        facts[name] = {"lines": data.count(b"\n"), "bytes": len(data), "digest": blake3(data).hexdigest()}
+    store.put_atomic(f"batches/{batch_id}/summary.json", msgspec.json.encode(facts))

@@ -433,10 +433,12 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> Non
         assert process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("argv", [["list"], ["status", "ID"], ["results", "ID", "-o", "-"], ["list", "--json"]])
+@pytest.mark.parametrize(
+    "argv", [["list"], ["status", "ID"], ["results", "ID", "-o", "-"], ["list", "--json"], ["list", "--help"]]
+)
 @pytest.mark.parametrize(
     ("streams", "code"),
-    [(">/dev/full", 2), (">&-", 0), ("2>&-", 0), (">&- 2>&-", 0), ("2>/dev/full", 0), (">/dev/full 2>&-", 2)],
+    [(">/dev/full", 2), (">&-", 2), ("2>&-", 0), (">&- 2>&-", 2), ("2>/dev/full", 0), (">/dev/full 2>&-", 2)],
 )
 def test_streams_that_take_nothing(tmp_path: Path, store: LocalStore, argv: list[str], streams: str, code: int) -> None:
     of = stored.batch(store)
@@ -448,6 +450,8 @@ def test_streams_that_take_nothing(tmp_path: Path, store: LocalStore, argv: list
     assert done.returncode == code
     if streams == ">/dev/full":
         assert done.stderr == "producers: error: standard output cannot be written: No space left on device\n"
+    if streams == ">&-":
+        assert done.stderr == "producers: error: standard output cannot be written: it is closed\n"
 
 
 def test_errors_are_told_by_the_code_where_stderr_takes_nothing(tmp_path: Path) -> None:
@@ -489,7 +493,7 @@ def test_retry_of_damaged_errors_names_them(store: LocalStore, capsys: pytest.Ca
     stored.outputs(store, of, {1})
     store.put_atomic(f"batches/{of.id}/errors.jsonl", b"garbage\n")
     assert run(["retry", of.id, "-d"]) == exits.UNREACHABLE
-    assert f"{of.id}: a line of output.jsonl or errors.jsonl is damaged" in capsys.readouterr().err
+    assert f"{of.id}/errors.jsonl in the store is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, b"garbage"])

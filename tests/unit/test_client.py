@@ -123,8 +123,7 @@ def test_a_retry_is_read_with_what_it_retries(client: Client, store: LocalStore)
     stored.status(store, second, "completed", 2)
     # The support's outputs are named c0, c1, …; those of a retry have the names that it was given.
     lines = [answer_line(second.id, n, b'"c%d"' % i, 200, b'{"again":1}', b"{}") for n, i in enumerate((1, 3))]
-    for name, raw in (("output", b"".join(lines)), ("errors", b"")):
-        store.put_atomic(f"batches/{second.id}/{name}.jsonl", raw)
+    stored.put_outputs(store, second.id, b"".join(lines), b"")
     found = list(client.results(again.id, merged=True))
     assert [line["custom_id"] for line in found] == ["c0", "c1", "c2", "c3"]
     assert [line["response"]["body"] for line in found] == [{"n": 0}, {"again": 1}, {"n": 2}, {"again": 1}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UsageError
+from common.interrupts import terminated_like_interrupted
+from common.new_file import replacing
 from common.object_store import ObjectStore
 from common.store import LocalStore
 from producers import outputs
+from producers.batch import Batch
 from tests.support import oracle, stored
 
 
@@ -72,6 +76,82 @@ def test_a_full_disk_leaves_no_torn_file_and_says_how_to_get_the_answers(
     with pytest.raises(UsageError, match=f"No space left.*producers results {of.id} --output DIR"):
         outputs.deliver(store, of.id, tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
+
+
+def _ended(tmp_path: Path) -> tuple[LocalStore, Batch]:
+    store = LocalStore(tmp_path / "store")
+    of = stored.batch(store)
+    stored.outputs(store, of, {3})
+    stored.status(store, of, "completed", 9, 1)
+    return store, of
+
+
+@pytest.mark.parametrize("name", outputs.FILES)
+@pytest.mark.parametrize("harm", ["gone", "cut", "torn", "other"])
+def test_outputs_that_the_store_lost_are_not_handed_out(tmp_path: Path, name: str, harm: str) -> None:
+    store, of = _ended(tmp_path)
+    path = store.local_path(f"batches/{of.id}/{name}")
+    whole = path.read_bytes()
+    if harm == "gone":
+        path.unlink()
+    else:
+        lines = whole.splitlines(keepends=True)
+        other = whole.replace(b"1", b"2") if name == outputs.OUTPUT else whole.replace(b"o", b"0")
+        path.write_bytes({"cut": b"".join(lines[:-1]), "torn": whole[:-9], "other": other}[harm])
+        assert path.read_bytes() != whole
+    for attempt in (lambda: outputs.deliver(store, of.id, tmp_path / "out"), lambda: list(outputs.lines(store, of.id))):
+        with pytest.raises(outputs.DamagedOutputs, match=rf"{of.id}: .*{name}|{of.id}: its outputs") as caught:
+            attempt()
+        assert caught.value.exit_code == 3
+    assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    store, of = _ended(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    os.mkfifo(out / "errors.jsonl")
+    for attempt in (lambda: outputs.check_folder(out), lambda: outputs.deliver(store, of.id, out)):
+        with pytest.raises(UsageError, match=r"errors\.jsonl: is a FIFO, not a regular file"):
+            attempt()
+    assert os.listdir(out) == ["errors.jsonl"]
+    (out / "errors.jsonl").unlink()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("old")
+    (out / "errors.jsonl").symlink_to(elsewhere)
+    outputs.deliver(store, of.id, out)
+    assert (out / "errors.jsonl").is_symlink()
+    assert elsewhere.read_bytes() == store.read(f"batches/{of.id}/errors.jsonl")
+
+
+def test_what_a_killed_process_left_is_swept_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+    target = tmp_path / "output.jsonl"
+    left = tmp_path / ".output.jsonl.0123abcd.part"
+    left.write_text("half")
+    with replacing(target) as one:
+        assert not left.exists()
+        one.write(b"one")
+        one.flush()
+        with replacing(target) as two:
+            two.write(b"two")
+        assert target.read_bytes() == b"two"
+    assert target.read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["output.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_leave_nothing_half(tmp_path: Path, number: int) -> None:
+    before = signal.getsignal(number)
+
+    def interrupted() -> None:
+        with terminated_like_interrupted(), replacing(tmp_path / "x") as file:
+            file.write(b"half")
+            signal.raise_signal(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert os.listdir(tmp_path) == []
+    assert signal.getsignal(number) == before
 
 
 def test_check_folder_leaves_nothing_and_finds_what_cannot_be_written(tmp_path: Path) -> None:

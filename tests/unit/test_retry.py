@@ -24,6 +24,7 @@ from producers.batch import Batch, folder, read_batch, read_status
 from producers.coordinator.batch_files import BatchFiles
 from producers.intake import Options, submit_again, submit_bytes
 from producers.planner import WINDOW_ROWS
+from tests.support import stored
 
 REGISTRY = Registry({"tiny@1": ModelVersion(source="x")}, {}, "tiny@1")
 MARKS = encode_marks("tiny@1")
@@ -51,8 +52,8 @@ def answer(store: LocalStore, batch: Batch, failed: set[str], invalid: list[int]
         else:
             body = b'"%b"' % batch.id.encode()
             good.append((row.index, answer_line(batch.id, row.index, row.custom_id, 200, body, MARKS)))
-    for name, lines in (("output", good), ("errors", bad)):
-        store.put_atomic(f"{folder(batch.id)}/{name}.jsonl", b"".join(line for _, line in sorted(lines)))
+    output, errors = (b"".join(line for _, line in sorted(lines)) for lines in (good, bad))
+    stored.put_outputs(store, batch.id, output, errors)
 
 
 def told(store: LocalStore, batch: Batch) -> list[tuple[str, str | None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from common import places
 from common import registry as registries
 from common import settings as setting_files
 from common.errors import Unreachable, UsageError
+from common.interrupts import terminated_like_interrupted
+from common.new_file import destination, replacing
 from common.settings import Settings
 from common.store import open_store
 from workers.cache.archive import Writer, read
@@ -76,25 +77,22 @@ def export(file: Path, model: str | None) -> tuple[int, int]:
     settings = _settings()
     versions = _versions(model) if model is not None else [None]
     sealed = values(settings)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with _server(settings) as server, _errors(file):
+    if str(file) == "-":
+        raise UsageError("-: the entries go to a file, not to stdout; name one (./- for a file of that name)")
+    destination(file)
+    with _server(settings) as server, _errors(file), terminated_like_interrupted():
         server.leave_no_trace()
-        try:
-            with open(temporary, "xb", opener=_private) as out:
-                writer = Writer(out)
-                for version in versions:
-                    for keys in server.scan(version):
-                        for key, value in zip(keys, server.get(keys)[1], strict=True):
-                            frame = sealed.frame(key, value) if value is not None else None
-                            if frame is not None:
-                                writer.add(key, frame)
-                writer.close()
-                out.flush()
-                os.fsync(out.fileno())
-                size = out.tell()
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        # Readable by its owner alone: it holds answers.
+        with replacing(file, 0o600) as out:
+            writer = Writer(out)
+            for version in versions:
+                for keys in server.scan(version):
+                    for key, value in zip(keys, server.get(keys)[1], strict=True):
+                        frame = sealed.frame(key, value) if value is not None else None
+                        if frame is not None:
+                            writer.add(key, frame)
+            writer.close()
+            size = out.tell()
     return writer.count, size
 
 
@@ -212,10 +210,6 @@ def _errors(file: Path) -> Iterator[None]:
         raise
     except OSError as exc:
         raise UsageError(f"{file}: {exc.strerror or exc}") from None
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _shown(settings: Settings) -> str:
