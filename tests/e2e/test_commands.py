@@ -152,7 +152,8 @@ def test_the_same_idempotency_key_is_the_same_batch(fleet: Shell) -> None:
 
 @on_one_broker
 def test_an_output_folder_that_cannot_be_written_is_found_first(shell: Shell) -> None:
-    shell.processes.coordinator(shell.env)
+    # Who has made the store.
+    shell.processes.coordinator(shell.env).wait_line("leads|leader|epoch")
     (shell.folder / "file").touch()
     path = shell.write("in.jsonl", [chat("a", "x")])
     for bad in ("file", "file/below", "/proc/out"):
