@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from common.errors import BatchmillError
+from common.errors import BatchmillError, UsageError
 from workers.cache.cli import app as cache_app
 from workers.models.cli import app as models_app
 from workers.preflight.cli import check
@@ -57,8 +57,23 @@ def start(
 def main() -> None:
     """Entry point: a person's errors are one line, without a traceback."""
     try:
-        app(prog_name="workers")
+        code = app(prog_name="workers", standalone_mode=False)
     except BatchmillError as exc:
-        sys.stderr.write(f"workers: {exc}\n")
-        sys.stderr.flush()
-        sys.exit(exc.exit_code)
+        _end(str(exc), exc.exit_code)
+    except Exception as exc:
+        usage = getattr(exc, "format_message", None)
+        if usage is None:
+            raise
+        # The parser's own errors: an unknown option, a missing argument, no command at all.
+        said = " ".join(usage().split()).rstrip(".") or "a command is missing"
+        context = getattr(exc, "ctx", None)
+        where = context.command_path if context is not None else "workers"
+        _end(f"{said[:1].lower()}{said[1:]} (see {where} --help)", UsageError.exit_code)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    sys.stderr.write(f"workers: {message}\n")
+    sys.stderr.flush()
+    sys.exit(code)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
+from common.errors import UsageError
 from common.registry import ModelVersion
+from workers import cli
+from workers.cache import commands
 from workers.cache.breaker import Breaker
 from workers.cache.fingerprint import fingerprint
 from workers.cache.key import Space
@@ -161,3 +165,37 @@ def test_a_changed_model_folder_is_a_new_space_and_a_rollback_the_old_one(tmp_pa
     assert second is not None
     assert first != second
     assert key() == first
+
+
+def test_export_replaces_no_fifo_and_no_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    Path("link").symlink_to("fifo")
+    for name in ("fifo", "link"):
+        with pytest.raises(UsageError, match=f"{name}: is a FIFO, not a regular file"):
+            commands.export(Path(name), None)
+    with pytest.raises(UsageError, match="not to stdout"):
+        commands.export(Path("-"), None)
+    assert sorted(os.listdir()) == ["fifo", "link"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["cache", "export"], "missing argument"),
+        (["cache", "import", "."], "is a directory"),
+        (["cache", "warm"], "missing option"),
+        (["start", "--nonsense"], "no such option"),
+    ],
+)
+def test_wrong_usage_of_workers_is_two_and_one_line(
+    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["workers", *argv])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert says in shown.err
+    assert shown.err.startswith("workers: ")

@@ -73,13 +73,16 @@ def stats() -> Stats:
 
 
 def export(file: Path, model: str | None) -> tuple[int, int]:
-    """Write all entries, or a model's, to a file; it appears when it is whole. Entries written, and bytes."""
+    """Write all entries, or a model's, to a file; it appears when it is whole. Entries written, and bytes.
+
+    `UsageError` before anything is asked of the server for what is no regular file.
+    """
+    if str(file) == "-":
+        raise UsageError("-: the entries go to a file, not to stdout; name one")
+    destination(file)
     settings = _settings()
     versions = _versions(model) if model is not None else [None]
     sealed = values(settings)
-    if str(file) == "-":
-        raise UsageError("-: the entries go to a file, not to stdout; name one (./- for a file of that name)")
-    destination(file)
     with _server(settings) as server, _errors(file), terminated_like_interrupted():
         server.leave_no_trace()
         # Readable by its owner alone: it holds answers.
@@ -100,6 +103,8 @@ def import_(file: Path) -> int:
     """Put the entries of a file into the cache; all of it is checked before the first one goes in."""
     settings = _settings()
     sealed = values(settings)
+    if file.exists() and not file.is_file():
+        raise UsageError(f"{file}: is not a regular file, which can be read twice")
     count = 0
     with _server(settings) as server, _errors(file), open(file, "rb") as source:
         for _ in read(source, str(file)):
