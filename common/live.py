@@ -47,6 +47,8 @@ class WorkerFacts(msgspec.Struct, kw_only=True):
     #: Requests that it tried lately for the first time, and the share of them that failed.
     tried: int = 0
     failing: float = 0.0
+    #: Process id of the supervisor that started it; 0: a person did.
+    supervisor: int = 0
 
 
 def at_once() -> Retry:

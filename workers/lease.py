@@ -5,6 +5,7 @@ All of it is hints in Redis: an outage costs nothing but the hints, and is logge
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -51,6 +52,7 @@ class Leases(threading.Thread):
         self._dropped: list[str] = []
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
+        self._announcing = threading.Lock()
         self._announced = 0.0
         self._state = ""
         self._trouble = False
@@ -73,6 +75,13 @@ class Leases(threading.Thread):
             return self._live.claim(chunk_id, self._node, self._lease_s, self._life)
         except (redis.RedisError, OSError):
             return None
+
+    def announce(self) -> None:
+        """Say now how this worker stands: for what others must know before they see what comes of it."""
+        if self._trouble:
+            return
+        with contextlib.suppress(redis.RedisError, OSError):
+            self._announce()
 
     def others(self) -> list[WorkerFacts]:
         """All workers that are known; none while nobody knows."""
@@ -130,11 +139,7 @@ class Leases(threading.Thread):
                 for chunk_id in self._live.given_up_among(list(running)):
                     # Somebody else has its requests, or has answered them.
                     running[chunk_id].work.forget(running[chunk_id].batches)
-            facts = self._facts()
-            if facts.state != self._state or time.monotonic() - self._announced >= ANNOUNCE_S:
-                self._live.announce(facts)
-                self._announced = time.monotonic()
-                self._state = facts.state
+            self._announce()
         except (redis.RedisError, OSError) as exc:
             if not self._trouble:
                 self._trouble = True
@@ -143,6 +148,15 @@ class Leases(threading.Thread):
             if self._trouble:
                 self._trouble = False
                 log.info("live state is back")
+
+    def _announce(self) -> None:
+        # Facts and their announcement under one lock, or an older word could be the last one.
+        with self._announcing:
+            facts = self._facts()
+            if facts.state != self._state or time.monotonic() - self._announced >= ANNOUNCE_S:
+                self._live.announce(facts)
+                self._announced = time.monotonic()
+                self._state = facts.state
 
     def _drop(self) -> None:
         with self._lock:

@@ -104,6 +104,7 @@ class Node:
             self._cache.check()
         self._lock = threading.Lock()
         self._started_at = time.time()
+        self._supervisor = parent.supervisor_pid() or 0
         self.health = Health(settings.inference.sick_window, settings.inference.sick_share)
         #: False while it takes no chunks though it is connected.
         self.taking = True
@@ -173,6 +174,7 @@ class Node:
             started_at=self._started_at,
             tried=self.health.tried,
             failing=round(self.health.failing, 3),
+            supervisor=self._supervisor,
         )
 
     def infer(self, task_id: str, queue: str, blob: bytes, *, redelivered: bool) -> tuple[Ending, str]:

@@ -121,6 +121,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
             self._node.failure = exc
             raise WorkerShutdown(exc.exit_code) from None
         self._node.open_lane()
+        # Before the first chunk: whoever sees answers finds the worker ready.
+        self._node.leases.announce()
         log.info("engine ready", node=self._node.name, model=self._node.model)
 
     def on_apply(self, target: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Job:

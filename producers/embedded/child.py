@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -40,8 +39,8 @@ class Child:
         self._argv, self._env, self._cwd = list(argv), dict(env), cwd
         self._process: subprocess.Popen[bytes] | None = None
         self._started_ticks = 0
-        #: When it was last started: monotonic and Unix seconds.
-        self.started_at = self.started_wall = 0.0
+        #: When it was last started.
+        self.started_at = 0.0
         #: Not before this (monotonic) is it started again.
         self.next_start = 0.0
         self._log_from = 0
@@ -105,7 +104,7 @@ class Child:
             )
         seen = procfs.look(self._process.pid)
         self._started_ticks = seen.started if seen else 0
-        self.started_at, self.started_wall = now, time.time()
+        self.started_at = now
 
     def _ended(self, now: float, status: int) -> None:
         self._process = None

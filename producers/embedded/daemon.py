@@ -33,7 +33,7 @@ from producers.embedded.child import Child
 from producers.embedded.layout import Layout
 from producers.embedded.linger import linger
 from producers.embedded.lock import FileLock
-from producers.embedded.record import Record, WorkerState, read, write
+from producers.embedded.record import ASK_SIGNAL, Record, WorkerState, read, write
 
 #: Failures of a worker in a row after which nobody tries again unasked.
 GIVE_UP_AFTER = 3
@@ -80,6 +80,9 @@ class Daemon:
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
         self._wake_w.setblocking(False)
+        #: Somebody asked how things stand: not looked at yet, and looked at but not written down.
+        self._asked = self._owed = False
+        self._looked_at = 0.0
         self._written: bytes = b""
         self._written_at = 0.0
         self._start_lock = FileLock(layout.start_lock)
@@ -106,6 +109,7 @@ class Daemon:
         return 0
 
     def _tick(self, now: float) -> None:
+        self._begin_look()
         self._tend_redis(now)
         if self.redis_answers:
             if not self.up:
@@ -148,10 +152,9 @@ class Daemon:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _look_at_workers(self) -> None:
-        try:
+        # What was known stays known while Redis does not answer: of a worker that has ended it says nothing.
+        with contextlib.suppress(redis.RedisError, msgspec.DecodeError, OSError):
             self.facts = self.live.workers()
-        except (redis.RedisError, msgspec.DecodeError, OSError):
-            self.facts = []
 
     def _tend_workers(self, now: float) -> None:
         self.active.models(now)
@@ -222,11 +225,12 @@ class Daemon:
         return argv
 
     def _facts_of(self, model: str) -> list[WorkerFacts]:
-        """What workers of this model say, those of the running command only: a killed one's word outlives it."""
+        """What living workers of the running command say: a killed one's word outlives it."""
         child = self.workers.get(model)
         if child is None or not child.alive:
             return []
-        return [f for f in self.facts if f.model == model and f.started_at >= child.started_wall - 1]
+        ours = (f for f in self.facts if f.model == model and f.supervisor == child.pid)
+        return [f for f in ours if not procfs.is_gone(f.pid)]
 
     def _worker_state(self, model: str, child: Child) -> WorkerState:
         log = str(child.log)
@@ -308,6 +312,7 @@ class Daemon:
                     child.kill()
             if any(c.alive for c in children):
                 self._wait(0.1)
+                self._begin_look()
                 self._write_record()
 
     # -- plumbing -----------------------------------------------------------------------------------------------------
@@ -316,14 +321,23 @@ class Daemon:
         # Any signal, a child's end among them, wakes the loop at once.
         signal.set_wakeup_fd(self._wake_w.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda _signal, _frame: None)
+        signal.signal(ASK_SIGNAL, self._told_to_look)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._told_to_end)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _told_to_look(self, _signal: int, _frame: FrameType | None) -> None:
+        self._asked = True
 
     def _told_to_end(self, _signal: int, _frame: FrameType | None) -> None:
         # The second time somebody is in a hurry.
         self.hurry = self.stopping
         self.stopping = True
+
+    def _begin_look(self) -> None:
+        """From here on the record is of now. In this order: who asks later than we look waits for the next look."""
+        self._owed, self._asked = self._owed or self._asked, False
+        self._looked_at = time.monotonic()
 
     def _wait(self, seconds: float) -> None:
         select.select([self._wake_r], [], [], seconds)
@@ -372,10 +386,10 @@ class Daemon:
         )
         encoded = msgspec.json.encode(record)
         now = time.monotonic()
-        if encoded == self._written and now - self._written_at < _RECORD_EVERY_S:
+        if encoded == self._written and now - self._written_at < _RECORD_EVERY_S and not self._owed:
             return
-        self._written, self._written_at = encoded, now
-        record.updated_at = demand.now_s()
+        self._written, self._written_at, self._owed = encoded, now, False
+        record.updated_at, record.looked_at = demand.now_s(), self._looked_at
         try:
             write(self.layout.record, record)
         except OSError as exc:

@@ -33,11 +33,13 @@ from producers.embedded.linger import LINGER_ENV
 from producers.embedded.lock import FileLock, holder_pid, is_held
 from producers.embedded.record import Record, WorkerState
 
-#: Seconds that starting or ending may take before a command stops waiting for it.
 #: Share of this machine's memory that the result cache of an embedded fleet may take, unless the settings name another.
 CACHE_SHARE = 0.25
+#: Seconds that starting or ending may take before a command stops waiting for it.
 _START_S = 60.0
 _KILL_S = 10.0
+#: Seconds that the daemon has to answer how things stand.
+_ANSWER_S = 3.0
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -176,9 +178,9 @@ def ensure(
 
 
 def status(env: Mapping[str, str] = os.environ) -> Record:
-    """What the fleet says of itself; `state` is `stopped` when none runs, with the last problem if it failed."""
+    """How the fleet stands now; `state` is `stopped` when none runs, with the last problem if it failed."""
     where = layout(env)
-    found = record.read(where.record)
+    found = _ask_daemon(where)
     if is_held(where.lock):
         return found or Record(state="starting", pid=holder_pid(where.lock) or 0, logs=str(where.logs))
     if found is None:
@@ -394,6 +396,23 @@ def _end(where: Layout, drain_s: float, *, kill_now: bool) -> bool:
         found.state, found.processes, found.workers, found.ends_at = "stopped", [], [], None
         record.write(where.record, found)
     return running
+
+
+def _ask_daemon(where: Layout) -> Record | None:
+    """A record that is no older than this call; the last one written when there is no daemon, or it is too busy."""
+    pid = holder_pid(where.lock)
+    if pid is None or not _is_daemon(pid):
+        return record.read(where.record)
+    asked_at = time.monotonic()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, record.ASK_SIGNAL)
+    deadline = asked_at + _ANSWER_S
+    while True:
+        found = record.read(where.record)
+        fresh = found is not None and found.looked_at >= asked_at
+        if fresh or time.monotonic() > deadline or not is_held(where.lock):
+            return found
+        time.sleep(0.02)
 
 
 def _gone(where: Layout, timeout_s: float) -> bool:

@@ -46,6 +46,11 @@ def look(pid: int) -> Seen | None:
     return Seen(pid, int(fields[1]), int(fields[3]), int(fields[19]))
 
 
+def is_gone(pid: int) -> bool:
+    """True when no such process lives; False also where that cannot be told."""
+    return _libc is not None and look(pid) is None
+
+
 def all_processes() -> list[Seen]:
     """Every living process of this user."""
     found = []

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import msgspec
+
+#: Sent to the daemon by who wants a record of now, not of its last look; ignored by whoever does not know it.
+ASK_SIGNAL = signal.SIGURG
 
 
 class Process(msgspec.Struct, kw_only=True):
@@ -39,6 +43,8 @@ class Record(msgspec.Struct, kw_only=True):
     fingerprint: str = ""
     started_at: float = 0.0
     updated_at: float = 0.0
+    #: All this is no older than this (monotonic seconds, which the processes of a machine share).
+    looked_at: float = 0.0
     #: Unix seconds at which it ends if nothing is asked of it; None while there is work or somebody follows.
     ends_at: float | None = None
     problem: str | None = None

@@ -147,6 +147,20 @@ def test_up_and_down_leave_nothing(home: Home) -> None:
     assert not embedded.down(home.env)
 
 
+def test_status_is_of_the_moment_it_is_asked_for(home: Home) -> None:
+    with home.ensure() as fleet:
+        wait_ready(fleet)
+        supervisor = psutil.Process(pid_of(home.status(), "worker"))
+        [worker] = supervisor.children()
+        # Nobody starts another one meanwhile, and what the killed one said of itself is still in Redis.
+        supervisor.suspend()
+        worker.kill()
+        wait_until(lambda: procfs.is_gone(worker.pid), 30, "the worker is gone")
+        assert [w.state for w in home.status().workers] == ["starting"]
+        supervisor.resume()
+        wait_ready(fleet)
+
+
 def test_a_batch_is_answered_and_the_fleet_serves_the_next(home: Home) -> None:
     assert home.submit("one.jsonl", 40).wait(90) == 0
     assert home.answered("one.jsonl") == [f"r{n}" for n in range(40)]

@@ -115,6 +115,15 @@ def test_a_change_of_state_is_announced_at_once() -> None:
     thread.close()
 
 
+def test_who_must_be_known_at_once_announces_in_its_own_thread() -> None:
+    live = FakeLive()
+    thread = leases(live, {}, every=30)
+    thread.announce()
+    assert live.told("announce") == ["ready"]
+    live.down = True
+    thread.announce()
+
+
 def test_runs_hear_of_cancelled_batches() -> None:
     live, run = FakeLive(), FakeRun("b1", "b2")
     live.cancelled_batches = {"b2", "b3"}

@@ -27,7 +27,9 @@ class FakeNode:
     def __init__(self) -> None:
         self.name, self.model, self.state = "n", "m@1", "loading"
         self.settings = SimpleNamespace(inference=SimpleNamespace(drain_s=5.0))
-        self.leases = SimpleNamespace(start=lambda: None, wake=lambda: None)
+        self.announced: list[str] = []
+        announce = lambda: self.announced.append(self.state)  # noqa: E731
+        self.leases = SimpleNamespace(start=lambda: None, wake=lambda: None, announce=announce)
         self.thread = SimpleNamespace(start=lambda give_up: give_up(), ready=False)
         self.outbox = SimpleNamespace(close=lambda: None)
         self.runs: dict[str, Any] = {}
@@ -90,6 +92,10 @@ class Settled:
     def get(self) -> Any:
         assert self.event.wait(5)
         return self.value
+
+
+def test_a_worker_is_announced_as_ready_before_its_first_chunk(pool: EnginePool, node: FakeNode) -> None:
+    assert node.announced == ["ready"]
 
 
 def test_a_result_goes_to_the_callback(pool: EnginePool) -> None:
