@@ -6,6 +6,8 @@ The shape is OpenAI's batch output line. The engine's body is spliced in untouch
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
 from common.ids import result_id
@@ -25,17 +27,25 @@ class Marks(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _encode = msgspec.json.encode
 
+#: `id` is `common.ids.result_id`, spelt out here since this is done for every request.
+_ANSWER = (
+    b'{"id":"batch_req_%b_%d","custom_id":%b,"response":{"status_code":%d,"request_id":"req_%b_%d","body":%b},'
+    b'"error":null,"batchmill":%b}\n'
+)
+
+
+@functools.lru_cache(1024)
+def _key(batch_id: str) -> bytes:
+    return batch_id.removeprefix("batch_").encode()
+
 
 def answer_line(batch_id: str, index: int, custom_id: bytes, status: int, body: bytes, marks: bytes) -> bytes:
     """The line of a request that got an HTTP answer, of whatever status.
 
     `custom_id` is a JSON string literal, `body` a JSON document without a raw newline, `marks` an encoded `Marks`.
     """
-    rid = result_id(batch_id, index)
-    return (
-        b'{"id":"%b","custom_id":%b,"response":{"status_code":%d,"request_id":"%b","body":%b},"error":null,'
-        b'"batchmill":%b}\n' % (rid.encode(), custom_id, status, b"req_" + rid[10:].encode(), body, marks)
-    )
+    key = _key(batch_id)
+    return _ANSWER % (key, index, custom_id, status, key, index, body, marks)
 
 
 def error_line(batch_id: str, index: int, custom_id: bytes, code: str, message: str, marks: bytes) -> bytes:

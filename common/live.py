@@ -14,7 +14,7 @@ Keys, with a time to live unless noted:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -100,9 +100,10 @@ class LiveState:
             pipe.set(f"bm:lease:{chunk_id}", f"{node}#{life}", px=int(lease_s * 1000))
         pipe.execute()
 
-    def drop_lease(self, chunk_id: str) -> None:
-        """Give a claim back."""
-        self._redis.delete(f"bm:lease:{chunk_id}")
+    def drop_leases(self, chunk_ids: Sequence[str]) -> None:
+        """Give claims back."""
+        if chunk_ids:
+            self._redis.delete(*(f"bm:lease:{chunk_id}" for chunk_id in chunk_ids))
 
     def leases(self, chunk_ids: list[str]) -> list[str | None]:
         """The node that holds each chunk, or None."""
@@ -183,7 +184,7 @@ class LiveState:
         given_up, taken, holder = pipe.execute()
         if given_up:
             if taken:
-                self.drop_lease(chunk_id)
+                self.drop_leases([chunk_id])
             return "given up"
         return "held" if holder is not None and holder.decode() != mine else None
 

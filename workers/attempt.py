@@ -7,8 +7,8 @@ the coordinator as a failed attempt, to be tried on another worker. 4xx are neve
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
 
+import msgspec
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, wait_random_exponential
 
 from common.messages import Kind
@@ -24,7 +24,7 @@ AGAIN = 2
 LONGEST_WAIT_S = 5.0
 
 
-class Tried(NamedTuple):
+class Tried(msgspec.Struct, frozen=True, gc=False):
     """What came of it. `status` 0: no HTTP answer, `outcome.reason` says why."""
 
     status: int

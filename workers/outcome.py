@@ -7,8 +7,6 @@ a finish reason we do not know, is not believed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
 from common.messages import Kind
@@ -24,7 +22,7 @@ _NORMAL_INCOMPLETE = frozenset({"max_output_tokens", "content_filter"})
 _PASSING_4XX = frozenset({408, 409, 425, 429, 499})
 
 
-class Outcome(NamedTuple):
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """`reason` says why it is a `RETRY` (None otherwise); tokens count only for `OUTPUT`."""
 
     kind: Kind
@@ -48,7 +46,7 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-class _Completion(msgspec.Struct):
+class _Completion(msgspec.Struct, gc=False):
     choices: list[_Choice]
     usage: _Usage | None = None
 
@@ -63,7 +61,7 @@ class _Incomplete(msgspec.Struct, gc=False):
     reason: str | None = None
 
 
-class _Response(msgspec.Struct):
+class _Response(msgspec.Struct, gc=False):
     status: str
     incomplete_details: _Incomplete | None = None
     usage: _ResponseUsage | None = None
@@ -76,12 +74,12 @@ class _MessageUsage(msgspec.Struct, gc=False):
     cache_creation_input_tokens: int | None = None
 
 
-class _Message(msgspec.Struct):
+class _Message(msgspec.Struct, gc=False):
     stop_reason: str | None = None
     usage: _MessageUsage | None = None
 
 
-class _Pooled(msgspec.Struct):
+class _Pooled(msgspec.Struct, gc=False):
     """Embeddings, scores and ranks: nothing is generated, so nothing can be cut short."""
 
     usage: _Usage | None = None
@@ -93,6 +91,8 @@ _message = msgspec.json.Decoder(_Message).decode
 _pooled = msgspec.json.Decoder(_Pooled).decode
 
 _ERROR = Outcome(Kind.ERROR)
+#: A member of an enumeration is looked up slowly, and this one for every request.
+_OUTPUT = Kind.OUTPUT
 
 
 def judge(url: int, status: int, body: bytes) -> Outcome:
@@ -116,10 +116,10 @@ def _read_completion(body: bytes) -> Outcome:
         return Outcome(Kind.RETRY, "no_choices")
     usage = answer.usage
     if usage is None:
-        return Outcome(Kind.OUTPUT)
+        return Outcome(_OUTPUT)
     details = usage.prompt_tokens_details
     cached = (details.cached_tokens or 0) if details is not None else 0
-    return Outcome(Kind.OUTPUT, None, usage.prompt_tokens or 0, usage.completion_tokens or 0, cached)
+    return Outcome(_OUTPUT, None, usage.prompt_tokens or 0, usage.completion_tokens or 0, cached)
 
 
 def _read_response(body: bytes) -> Outcome:
@@ -130,10 +130,10 @@ def _read_response(body: bytes) -> Outcome:
             return Outcome(Kind.RETRY, _finish("abort" if answer.status == "cancelled" else answer.status))
     usage = answer.usage
     if usage is None:
-        return Outcome(Kind.OUTPUT)
+        return Outcome(_OUTPUT)
     details = usage.input_tokens_details
     cached = (details.cached_tokens or 0) if details is not None else 0
-    return Outcome(Kind.OUTPUT, None, usage.input_tokens or 0, usage.output_tokens or 0, cached)
+    return Outcome(_OUTPUT, None, usage.input_tokens or 0, usage.output_tokens or 0, cached)
 
 
 def _read_message(body: bytes) -> Outcome:
@@ -142,20 +142,20 @@ def _read_message(body: bytes) -> Outcome:
         return Outcome(Kind.RETRY, _finish(answer.stop_reason))
     usage = answer.usage
     if usage is None:
-        return Outcome(Kind.OUTPUT)
+        return Outcome(_OUTPUT)
     # Anthropic counts cached tokens apart from `input_tokens`; everywhere else they are part of the prompt's.
     cached = usage.cache_read_input_tokens or 0
     prompt = (usage.input_tokens or 0) + cached + (usage.cache_creation_input_tokens or 0)
-    return Outcome(Kind.OUTPUT, None, prompt, usage.output_tokens or 0, cached)
+    return Outcome(_OUTPUT, None, prompt, usage.output_tokens or 0, cached)
 
 
 def _read_pooled(body: bytes) -> Outcome:
     usage = _pooled(body).usage
     if usage is None:
-        return Outcome(Kind.OUTPUT)
+        return Outcome(_OUTPUT)
     details = usage.prompt_tokens_details
     cached = (details.cached_tokens or 0) if details is not None else 0
-    return Outcome(Kind.OUTPUT, None, usage.prompt_tokens or 0, 0, cached)
+    return Outcome(_OUTPUT, None, usage.prompt_tokens or 0, 0, cached)
 
 
 def _finish(reason: str | None) -> str:

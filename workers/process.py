@@ -15,7 +15,7 @@ from celery.apps.worker import Worker
 from celery.exceptions import Reject, SecurityWarning
 from celery.worker import state
 
-from common import logs, metrics
+from common import collector, logs, metrics
 from common.registry import Registry
 from common.settings import Settings
 from workers.node import Node
@@ -58,6 +58,7 @@ def run(settings: Settings, registry: Registry, model: str, name: str) -> int:
     # Containers run as root; what Celery warns of there is pickle, which nothing here accepts.
     warnings.simplefilter("ignore", SecurityWarning)
     signals.setup_logging.connect(_keep_logging, weak=False)
+    signals.worker_ready.connect(_settle, weak=False)
     logging.getLogger("amqp").setLevel(logging.WARNING)
     logging.getLogger("celery.app.trace").addFilter(_plain_rejects)
     metrics.serve(settings.telemetry, METRICS_OFFSET + _first_device())
@@ -89,6 +90,11 @@ def run(settings: Settings, registry: Registry, model: str, name: str) -> int:
 def _first_device() -> int:
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     return int(first) if first.isdigit() else 0
+
+
+def _settle(**_: Any) -> None:
+    """The engine is loaded, the consumer connected: what is here by now stays."""
+    collector.settle()
 
 
 def _keep_logging(**_: Any) -> None:

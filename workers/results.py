@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 import numpy as np
 
@@ -15,6 +13,7 @@ from workers.outcome import Outcome
 #: Bytes of one answer; a message that carries more is refused by RabbitMQ 4 (16 MiB), so it would never arrive.
 MAX_ANSWER_BYTES = 12 << 20
 
+_OUTPUT = Kind.OUTPUT
 _TOO_LARGE = Tried(0, b"", Outcome(Kind.ERROR, "answer_too_large"))
 
 #: What people read when a request got no answer, by the outcome's reason.
@@ -26,7 +25,7 @@ _MESSAGES = {
 }
 
 
-class Done(NamedTuple):
+class Done(msgspec.Struct, frozen=True, gc=False):
     """A finished row: `part` says which of the chunk's slices it belongs to."""
 
     part: int
@@ -36,52 +35,47 @@ class Done(NamedTuple):
     cached: bool = False
 
 
-class _Columns:
-    __slots__ = ("kind", "length", "lines", "pos", "usage")
-
-    def __init__(self) -> None:
-        self.pos: list[int] = []
-        self.kind = bytearray()
-        self.length: list[int] = []
-        self.lines: list[bytes] = []
-        self.usage = Usage()
-
-
 def parts(done: list[Done], batches: list[str], marks: list[tuple[bytes, bytes]], timeout_s: float) -> list[Part]:
     """The parts of one message out of finished rows.
 
     `batches` and `marks` are per slice; `marks` is the encoded `Marks` of an engine's answer and of a cached one.
     """
-    found: dict[str, _Columns] = {}
-    for at, row, given, cached in done:
-        tried = given if len(given.body) <= MAX_ANSWER_BYTES else _TOO_LARGE
-        batch = batches[at]
-        columns = found.get(batch)
-        if columns is None:
-            columns = found[batch] = _Columns()
-        outcome = tried.outcome
-        line = _line(batch, row, tried, marks[at][cached], timeout_s)
-        columns.pos.append(row.pos)
-        columns.kind.append(outcome.kind)
-        columns.length.append(len(line))
-        columns.lines.append(line)
-        if outcome.kind is Kind.OUTPUT:
-            usage = columns.usage
+    by_batch: dict[str, list[Done]] = {}
+    if len(batches) == 1:
+        by_batch = {batches[0]: done} if done else {}
+    else:
+        for one in done:
+            by_batch.setdefault(batches[one.part], []).append(one)
+    return [_part(batch, mine, marks, timeout_s) for batch, mine in by_batch.items()]
+
+
+def _part(batch: str, done: list[Done], marks: list[tuple[bytes, bytes]], timeout_s: float) -> Part:
+    usage = Usage()
+    kinds = bytearray()
+    lines: list[bytes] = []
+    for one in done:
+        tried, row = one.tried, one.row
+        body, outcome = tried.body, tried.outcome
+        if outcome.kind is _OUTPUT and len(body) <= MAX_ANSWER_BYTES and b"\n" not in body:
+            lines.append(answer_line(batch, row.index, row.custom_id, tried.status, body, marks[one.part][one.cached]))
+        else:
+            if len(body) > MAX_ANSWER_BYTES:
+                tried, outcome = _TOO_LARGE, _TOO_LARGE.outcome
+            lines.append(_line(batch, row, tried, marks[one.part][one.cached], timeout_s))
+        kinds.append(outcome.kind)
+        if outcome.kind is _OUTPUT:
             usage.prompt_tokens += outcome.prompt_tokens
             usage.completion_tokens += outcome.completion_tokens
             usage.cached_tokens += outcome.cached_tokens
-            usage.cache_hits += cached
-    return [
-        Part(
-            batch=batch,
-            pos=np.array(c.pos, dtype="<u4").tobytes(),
-            kind=bytes(c.kind),
-            length=np.array(c.length, dtype="<u4").tobytes(),
-            lines=b"".join(c.lines),
-            usage=c.usage,
-        )
-        for batch, c in found.items()
-    ]
+            usage.cache_hits += one.cached
+    return Part(
+        batch=batch,
+        pos=np.array([one.row.pos for one in done], dtype="<u4").tobytes(),
+        kind=bytes(kinds),
+        length=np.fromiter(map(len, lines), dtype="<u4", count=len(lines)).tobytes(),
+        lines=b"".join(lines),
+        usage=usage,
+    )
 
 
 def _line(batch: str, row: Row, tried: Tried, marks: bytes, timeout_s: float) -> bytes:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from common import collector
 from producers.cli import say
 
 #: Is called with the bytes (as stored) and the lines read so far.
@@ -20,6 +21,7 @@ PATIENCE_S = 0.5
 @contextlib.contextmanager
 def reading(source: str) -> Iterator[Progress | None]:
     """Yields what intake reports to, or None where nobody would see it."""
+    collector.settle()
     if not sys.stderr.isatty():
         yield None
         return

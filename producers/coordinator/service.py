@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import metrics
+from common import collector, metrics
 from common import registry as registry_module
 from common.broker import Publisher, codecs
 from common.errors import StoreFull, Unreachable, UsageError
@@ -58,6 +58,7 @@ def run(settings: Settings, shard: int = 0) -> None:
     codecs(settings)  # A missing key is a mistake to be told of before anything starts.
     store = open_store(store_url(settings))
     stop = threading.Event()
+    collector.settle()
     with _signals(stop):
         Service(settings, store, shard, stop).run()
 

@@ -96,7 +96,7 @@ def test_live_state_notices_a_wipe(broker: Broker, fleet_settings: Settings) -> 
     assert live.generation() == before
     live.renew_leases(["chunk_1", "chunk_2"], "node", 5)
     assert live.leases(["chunk_1", "none"]) == ["node", None]
-    live.drop_lease("chunk_1")
+    live.drop_leases(["chunk_1"])
     assert live.leases(["chunk_1", "chunk_2"]) == [None, "node"]
     facts = WorkerFacts(
         node="n", model="m@1", host="h", pid=1, device="cpu0", engine="echo", state="ready", max_num_seqs=8,

@@ -326,7 +326,7 @@ class FakeWorker:
         with self._lock:
             self._held.discard(chunk.id)
         try:
-            self._live.drop_lease(chunk.id)
+            self._live.drop_leases([chunk.id])
         except Exception:
             time.sleep(0)
         return True

@@ -47,7 +47,7 @@ def test_answers_are_final_and_the_same_every_time(url: str, fields: dict[str, A
     body = msgspec.json.encode(fields)
     first, second = Bodies(MODEL).answer(url, body), Bodies(MODEL).answer(url, body)
     assert first == second
-    outcome = judge(URL_CODE[url], *first)
+    outcome = judge(URL_CODE[url], first.status, first.body)
     assert outcome.kind is Kind.OUTPUT
     assert outcome.prompt_tokens > 0
     assert msgspec.json.decode(first.body)["model"] == MODEL

@@ -61,7 +61,7 @@ def test_responses(fields: dict[str, Any], kind: Kind) -> None:
     outcome = judge(code("responses"), 200, body(**fields, usage=usage))
     assert outcome.kind is kind
     if kind is Kind.OUTPUT:
-        assert outcome[2:] == (9, 2, 5)
+        assert outcome == Outcome(Kind.OUTPUT, None, 9, 2, 5)
 
 
 @pytest.mark.parametrize("reason", ["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal", "pause_turn"])

@@ -48,8 +48,9 @@ class FakeLive:
     def announce(self, facts: WorkerFacts) -> None:
         self._note("announce", facts.state)
 
-    def drop_lease(self, chunk_id: str) -> None:
-        self._note("drop", chunk_id)
+    def drop_leases(self, chunk_ids: list[str]) -> None:
+        for chunk_id in chunk_ids:
+            self._note("drop", chunk_id)
 
     def withdraw(self, node: str) -> None:
         self._note("withdraw", node)

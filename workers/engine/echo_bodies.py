@@ -26,35 +26,35 @@ class _Turn(msgspec.Struct, gc=False):
     content: msgspec.Raw = msgspec.Raw(b'""')
 
 
-class _Chat(msgspec.Struct):
+class _Chat(msgspec.Struct, gc=False):
     messages: list[_Turn]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
 
 
-class _Completion(msgspec.Struct):
+class _Completion(msgspec.Struct, gc=False):
     prompt: str | list[Any]
     max_tokens: int | None = None
 
 
-class _Responses(msgspec.Struct):
+class _Responses(msgspec.Struct, gc=False):
     input: msgspec.Raw
     max_output_tokens: int | None = None
 
 
-class _Embeddings(msgspec.Struct):
+class _Embeddings(msgspec.Struct, gc=False):
     input: str | list[Any]
 
 
-class _Score(msgspec.Struct):
+class _Score(msgspec.Struct, gc=False):
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
 
 
-class _Rerank(msgspec.Struct):
+class _Rerank(msgspec.Struct, gc=False):
     query: str
     documents: list[str]
     top_n: int | None = None
@@ -282,7 +282,9 @@ def _echo(content: bytes, limit: int | None) -> tuple[bytes, int, bytes]:
     tokens = (len(content) + 4) // _BYTES_A_TOKEN
     if limit is None or tokens <= limit:
         return b'"echo: ' + content[1:], tokens, b"stop"
-    # Rare, so cut where characters are whole: decode, cut, encode.
+    if content.isascii() and b"\\" not in content:
+        return b'"%b"' % (b"echo: " + content[1:-1])[: limit * _BYTES_A_TOKEN], limit, b"length"
+    # Cut where characters are whole: decode, cut, encode.
     text: str = msgspec.json.decode(content, type=str)
     return _encode(f"echo: {text}"[: limit * _BYTES_A_TOKEN]), limit, b"length"
 
