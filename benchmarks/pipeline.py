@@ -3,6 +3,10 @@
 A file of short requests (560 B a line) goes through real processes — `producers submit`, a coordinator, one worker with
 the echo engine and no delay, a real broker — from `submit` to the closed output file. Printed per broker: requests/s of
 each stage and end to end, CPU microseconds per request of each role, and each role's peak memory.
+
+With `--stream N`, one client submits the file N times, one after the other, as N batches: then the intake of a batch
+overlaps with the dispatch of the one before and the assembly of the one before that. With `--flame DIR`, py-spy
+(`pip install py-spy`) samples each process; `DIR/<broker>-<role>.svg` are flame graphs.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +97,34 @@ def broker_of(kind: str, folder: Path) -> Iterator[tuple[Broker, dict[str, int]]
             )
 
 
-def run(kind: str, requests: int, chunk: int, window: int) -> dict[str, Any]:
-    """One measured run on one broker; a dictionary of figures."""
+class Flames:
+    """py-spy on each process of a run: one flame graph a role, of all threads, of the moments with the GIL."""
+
+    def __init__(self, folder: Path | None, kind: str) -> None:
+        self._folder = folder
+        self._kind = kind
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def watch(self, role: str, pid: int) -> None:
+        """Sample a process from now on, until `close` or its end."""
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        argv = ["py-spy", "record", "--pid", str(pid), "--rate", "250", "--gil", "--function", "--threads"]
+        argv += ["--format", "flamegraph", "--output", str(self._folder / f"{self._kind}-{role}.svg")]
+        self._running.append(subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    def close(self) -> None:
+        """Let every py-spy write what it saw."""
+        for process in self._running:
+            process.send_signal(signal.SIGINT)
+        for process in self._running:
+            process.wait(60)
+        self._running.clear()
+
+
+def run(kind: str, requests: int, chunk: int, window: int, stream: int, flames: Path | None) -> dict[str, Any]:
+    """One measured run on one broker; a dictionary of figures. `stream`: batches of a stream, 0: one batch."""
     with tempfile.TemporaryDirectory(prefix="bm-bench-") as name:
         folder = Path(name)
         source = folder / "input.jsonl"
@@ -108,21 +139,34 @@ def run(kind: str, requests: int, chunk: int, window: int) -> dict[str, Any]:
             }
             (folder / "processes").mkdir()
             processes = Processes(folder / "processes")
+            flame = Flames(flames, kind)
             try:
-                return _measure(processes, env, source, folder, requests, broker_pids)
+                coordinator = processes.coordinator(env)
+                worker = processes.worker(env, ECHO_MODEL)
+                live = LiveState(load(env=env))
+                wait_until(lambda: any(w.state == "ready" for w in live.workers()), 60, "the worker is ready")
+                flame.watch("coordinator", coordinator.pid)
+                flame.watch("worker", worker.children()[0].pid)
+                usages = {name: Usage(pid) for name, pid in broker_pids.items()}
+                usages |= {"coordinator": Usage(coordinator.pid), "worker": Usage(worker.pid)}
+                if stream:
+
+                    def check() -> None:
+                        _still_alive(coordinator, worker)
+
+                    figures = _measure_stream(env, source, folder, requests, stream, usages, flame, check)
+                else:
+                    figures = _measure(env, source, folder, requests, usages, flame)
+                _still_alive(coordinator, worker)
+                return figures
             finally:
+                flame.close()
                 processes.close()
 
 
 def _measure(
-    processes: Processes, env: dict[str, str], source: Path, folder: Path, requests: int, broker_pids: dict[str, int]
+    env: dict[str, str], source: Path, folder: Path, requests: int, usages: dict[str, Usage], flame: Flames
 ) -> dict[str, Any]:
-    coordinator = processes.coordinator(env)
-    worker = processes.worker(env, ECHO_MODEL)
-    live = LiveState(load(env=env))
-    wait_until(lambda: any(w.state == "ready" for w in live.workers()), 60, "the worker is ready")
-    usages = {name: Usage(pid) for name, pid in broker_pids.items()}
-    usages |= {"coordinator": Usage(coordinator.pid), "worker": Usage(worker.pid)}
     started = time.time()
     argv = [sys.executable, "-m", "producers", "submit", str(source), "--output", str(folder / "out"), "--json"]
     with open(folder / "answer.json", "wb") as out, open(folder / "progress", "wb") as progress:
@@ -130,6 +174,7 @@ def _measure(
             argv, env=_environment(env), cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=progress
         )
     usages["submit"] = Usage(submit.pid)
+    flame.watch("submit", submit.pid)
     times = _follow(submit, folder, usages)
     if submit.returncode != 0:
         raise SystemExit(f"submit ended with {submit.returncode}: {(folder / 'progress').read_text()[-2000:]}")
@@ -138,7 +183,6 @@ def _measure(
     lines = sum(block.count(b"\n") for block in _blocks(folder / "out" / "output.jsonl"))
     if lines != requests:
         raise SystemExit(f"{lines} answers for {requests} requests")
-    _still_alive(coordinator, worker)
     summary = json.loads((folder / "answer.json").read_bytes())
     assert summary["status"] == "completed", summary
     return {
@@ -153,6 +197,64 @@ def _measure(
         "cpu_us": {k: u.cpu / requests * 1e6 for k, u in usages.items()},
         "peak_mb": {k: u.peak_mb for k, u in usages.items()},
     }
+
+
+def _measure_stream(
+    env: dict[str, str],
+    source: Path,
+    folder: Path,
+    requests: int,
+    batches: int,
+    usages: dict[str, Usage],
+    flame: Flames,
+    check: Callable[[], None],
+) -> dict[str, Any]:
+    """`batches` times the same file, submitted one after the other by one client while the fleet works."""
+    started = time.time()
+    argv = [sys.executable, "-c", _CLIENT, str(source), str(batches)]
+    submit = subprocess.Popen(argv, env=_environment(env), cwd=folder, stdin=subprocess.DEVNULL)
+    usages["submit"] = Usage(submit.pid)
+    flame.watch("submit", submit.pid)
+    store = folder / "store"
+    submitted = 0.0
+    while True:
+        if not submitted:
+            usages["submit"].read()
+            if submit.poll() is not None:
+                submitted = time.time()
+        # A marker goes when the outputs of its batch stand.
+        elif not any((store / "active" / "0").glob("batch_*")):
+            break
+        check()
+        time.sleep(0.02)
+    finished = time.time()
+    if submit.returncode != 0:
+        raise SystemExit(f"the client ended with {submit.returncode}")
+    for usage in usages.values():
+        usage.read()
+    outputs = list(store.glob("batches/*/output.jsonl"))
+    lines = sum(block.count(b"\n") for path in outputs for block in _blocks(path))
+    total = requests * batches
+    if lines != total:
+        raise SystemExit(f"{lines} answers for {total} requests")
+    return {
+        "requests": total,
+        "batches": batches,
+        "stages": {"submit": total / (submitted - started), "end to end": total / (finished - started)},
+        "seconds": {"submitted": submitted - started, "finished": finished - started},
+        "cpu_us": {k: u.cpu / total * 1e6 for k, u in usages.items()},
+        "peak_mb": {k: u.peak_mb for k, u in usages.items()},
+    }
+
+
+#: Submits argv[1] argv[2] times.
+_CLIENT = """
+import sys
+from producers.client import Client
+with Client() as client:
+    for _ in range(int(sys.argv[2])):
+        client.submit(sys.argv[1])
+"""
 
 
 def _follow(submit: subprocess.Popen[bytes], folder: Path, usages: dict[str, Usage]) -> dict[str, float]:
@@ -196,7 +298,8 @@ def _still_alive(*processes: Process) -> None:
 
 def show(kind: str, figures: dict[str, Any]) -> None:
     """Print one run's table."""
-    print(f"\n{kind}: {figures['requests']:,} requests of {LINE_BYTES} B")
+    batches = f" in {figures['batches']} batches" if "batches" in figures else ""
+    print(f"\n{kind}: {figures['requests']:,} requests of {LINE_BYTES} B{batches}")
     print(f"  {'stage':<24}{'requests/s':>14}")
     for name, rate in figures["stages"].items():
         print(f"  {name:<24}{rate:>14,.0f}")
@@ -213,13 +316,15 @@ def main() -> None:
     parser.add_argument("--brokers", nargs="+", default=["redis", "rabbitmq"], choices=["redis", "rabbitmq"])
     parser.add_argument("--chunk", type=int, default=1024, help="requests a chunk (scheduler.chunk_requests)")
     parser.add_argument("--window", type=int, default=32768, help="scheduler.queue_size")
+    parser.add_argument("--stream", type=int, default=0, metavar="N", help="N batches of that size, one after another")
+    parser.add_argument("--flame", type=Path, metavar="DIR", help="sample each process with py-spy")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     print(f"{psutil.cpu_count()} cores, {options.chunk} requests a chunk, window {options.window}")
     collected = []
     for requests in options.requests:
         for kind in options.brokers:
-            figures = run(kind, requests, options.chunk, options.window)
+            figures = run(kind, requests, options.chunk, options.window, options.stream, options.flame)
             show(kind, figures)
             collected.append({"broker": kind, **figures})
     if options.json:
