@@ -1,7 +1,8 @@
 """The planned rows of a batch, as both sides read them: `rows` and `plan` in the batch's folder.
 
 `rows` holds the MessagePack `Row`s in planned order, one after the other; `plan` one `PLAN_DTYPE` record a position:
-where its row starts, how long it is, its index, its cost. `producers.plan_file` writes them.
+where its row starts, how long it is, its index, its cost in tokens, and how many bytes of its prompt it has in common
+with the row before it, beyond what all of its window have. `producers.plan_file` writes them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from common.store import Store
 ROWS = "rows"
 PLAN = "plan"
 
-PLAN_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("index", "<u4"), ("cost", "<u4"), ("spare", "<u4")])
+PLAN_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("index", "<u4"), ("cost", "<u4"), ("shared", "<u4")])
 
 Records = npt.NDArray[np.void]
 

@@ -4,7 +4,8 @@ Layout below `batches/<id>/`:
 
 - `batch.json`: `Batch`; on an object store written last, so a batch without it does not exist.
 - `rows`: the MessagePack `Row`s in planned order, one after the other.
-- `plan`: one fixed-width record a position (`common.plan`): where its row starts, how long it is, its index, its cost.
+- `plan`: one fixed-width record a position (`common.plan`): where its row starts, how long it is, its index, its cost,
+  what it shares with the one before it.
 - `invalid`, `invalid.idx`: with `--skip-invalid`, ready-made error lines, and one `INVALID_DTYPE` record each.
 - `status.json`: `Status`, written by the coordinator alone.
 - `output.jsonl`, `errors.jsonl`, `summary.json`: the outputs.

@@ -11,12 +11,13 @@ from typing import BinaryIO
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from common.lines import encode_marks, error_line
 from common.messages import Row
-from common.plan import PLAN_DTYPE, Window
+from common.plan import PLAN_DTYPE, Records, Window
 from producers.batch import INVALID_DTYPE
-from producers.planner import order
+from producers.planner import Planner
 
 INVALID = "invalid"
 INVALID_INDEX = "invalid.idx"
@@ -30,8 +31,9 @@ _WRITE_ROWS = 2048
 _encode_row = msgspec.msgpack.Encoder().encode
 
 #: A valid request on its way into a window's plan: index, line (from 1), custom id (a JSON string literal), url code,
-#: body, key (`planner.prefix_key`), cost in tokens. A bare tuple, as one is made for every request.
-WindowRow = tuple[int, int, bytes, int, bytes, bytes, int]
+#: body, key (`planner.prefix_key`), cost in tokens, how much of that is the answer. A bare tuple, as one is made for
+#: every request.
+WindowRow = tuple[int, int, bytes, int, bytes, bytes, int, int]
 
 
 class PlanWriter:
@@ -40,6 +42,7 @@ class PlanWriter:
     def __init__(self, rows: BinaryIO, plan: BinaryIO) -> None:
         self._rows = rows
         self._plan = plan
+        self._planner = Planner()
         self._offset = 0
         #: Rows written so far, which is the position of the next.
         self.planned = 0
@@ -51,8 +54,8 @@ class PlanWriter:
         """Plan a window and write it; all its rows have indexes in `[index_start, index_end)`."""
         first = self.planned
         if rows:
-            indexes, _, custom_ids, urls, bodies, keys, costs = zip(*rows, strict=True)
-            planned = order(keys, bodies)
+            indexes, _, custom_ids, urls, bodies, keys, costs, outputs = zip(*rows, strict=True)
+            planned, shared = self._planner.order(keys, bodies, costs, outputs)
             for at in range(0, len(planned), _WRITE_ROWS):
                 part = planned[at : at + _WRITE_ROWS]
                 self._write(
@@ -62,22 +65,32 @@ class PlanWriter:
                     ],
                     [indexes[k] for k in part],
                     [costs[k] for k in part],
+                    shared[at : at + _WRITE_ROWS],
                 )
         self._close_window(first, index_start, index_end)
 
-    def copy(self, rows: Sequence[Row], costs: Sequence[int], index_start: int, index_end: int) -> None:
-        """Write a window that has its order already, giving its rows new positions."""
+    def copy(self, rows: Sequence[Row], records: Records, kept: Sequence[int], start: int, end: int) -> None:
+        """Write those `kept` of a window that has its order already (its plan: `records`), with new positions.
+
+        `rows`: those that are kept; all have indexes in `[start, end)`.
+        """
         first = self.planned
+        costs = records["cost"][kept].tolist()
+        shared = records["shared"]
+        if kept:
+            # What two rows have in common, all between them have.
+            shared = np.minimum.reduceat(shared[: kept[-1] + 1], np.append(0, np.array(kept[:-1], np.int64) + 1))
         for at in range(0, len(rows), _WRITE_ROWS):
             part = rows[at : at + _WRITE_ROWS]
             self._write(
                 [_encode_row(Row(pos, r.index, r.custom_id, r.url, r.body)) for pos, r in enumerate(part, first + at)],
                 [r.index for r in part],
-                list(costs[at : at + _WRITE_ROWS]),
+                costs[at : at + _WRITE_ROWS],
+                shared[at : at + _WRITE_ROWS],
             )
-        self._close_window(first, index_start, index_end)
+        self._close_window(first, start, end)
 
-    def _write(self, encoded: list[bytes], indexes: list[int], costs: list[int]) -> None:
+    def _write(self, encoded: list[bytes], indexes: list[int], costs: list[int], shared: npt.ArrayLike) -> None:
         records = np.zeros(len(encoded), PLAN_DTYPE)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         ends = np.cumsum(lengths)
@@ -85,6 +98,7 @@ class PlanWriter:
         records["length"] = lengths
         records["index"] = indexes
         records["cost"] = costs
+        records["shared"] = shared
         self._rows.write(b"".join(encoded))
         self._plan.write(records.tobytes())
         self._offset += int(ends[-1])

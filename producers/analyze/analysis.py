@@ -24,10 +24,10 @@ from producers.analyze.report import Analysis, Duplicates, Forecast, KvUse, fore
 from producers.analyze.tokens import Blocks, Counter, counter
 from producers.intake.external_sort import ExternalSort
 from producers.intake.reading import Progress, Reading
-from producers.intake.rules import Rules, answer_cost
+from producers.intake.rules import Rules
 from producers.intake.source import open_source
 from producers.plan_file import WindowRow
-from producers.planner import order
+from producers.planner import Planner
 
 #: Tokens of KV cache that are assumed where nothing says how many there are.
 ASSUMED_KV_TOKENS = 100_000
@@ -48,6 +48,7 @@ class _Tally:
         self._block = block
         self._arrival = KvCache(kv_tokens // block)
         self._planned = KvCache(kv_tokens // block)
+        self._planner = Planner()
         self._requests = ExternalSort(_REQUESTS, "hash")
         self._blocks = ExternalSort(_BLOCKS, "hash")
         self.requests = 0
@@ -60,22 +61,22 @@ class _Tally:
         """Valid rows of a window, in the order of the file; at least one."""
         records = np.zeros(len(rows), _REQUESTS)
         wanted: list[Asked] = []
-        for number, (_, _, _, url, body, _, cost) in enumerate(rows):
+        for number, (_, _, _, url, body, _, _, output) in enumerate(rows):
             fields = read(body)
             records[number] = (
                 xxh3_64_intdigest(_encode([url, canonical(url, fields)])),
                 0,
-                answer_cost(url, body, cost),
+                output,
                 determined(url, fields),
             )
             wanted.append(asked(url, body))
         prompts = self._counter.count(wanted, self._block)
         records["prompt"] = [sum(p.tokens for p in one) for one in prompts]
         answers = records["output"].tolist()
-        keys, bodies = [row[5] for row in rows], [row[4] for row in rows]
+        _, _, _, _, bodies, keys, costs, outputs = zip(*rows, strict=True)
         for name, cache, places in (
             ("arrival", self._arrival, range(len(rows))),
-            ("planned", self._planned, order(keys, bodies)),
+            ("planned", self._planned, self._planner.order(keys, bodies, costs, outputs).places),
         ):
             for at in places:
                 self.cached[name] += self._enter(cache, prompts[at], answers[at])

@@ -98,7 +98,7 @@ def _copy(store: Store, earlier: Batch, writer: PlanWriter) -> None:
             for n, rank in zip(where.tolist(), ranks.tolist(), strict=True)
         ]
         first = writer.planned
-        writer.copy(kept, records["cost"][where].tolist(), first, first + len(kept))
+        writer.copy(kept, records, where.tolist(), first, first + len(kept))
 
 
 def _unanswered(store: Store, batch_id: str) -> Iterator[int]:

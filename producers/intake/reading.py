@@ -102,7 +102,7 @@ class Reading:
                 else:
                     if checked is None:
                         continue
-                    custom_id, url, body, key, cost = checked
+                    custom_id, url, body, key, cost, output = checked
                     cost_sum += cost
                     if writer is not None:
                         need = len(body) + len(custom_id) + _ROW_EXTRA
@@ -113,7 +113,7 @@ class Reading:
                         size += need
                     else:
                         body = key = b""
-                    rows.append((index, number, custom_id, url, body, key, cost))
+                    rows.append((index, number, custom_id, url, body, key, cost, output))
                     index += 1
                 if index >= window_end:
                     self._close_window(writer, index)

@@ -186,16 +186,6 @@ _ENDPOINTS: dict[str, _Endpoint] = {
 _BY_CODE = [_ENDPOINTS[url] for url in URLS]
 
 
-def answer_cost(url: int, body: bytes, cost: int) -> int:
-    """What the answer makes of the `cost` of a valid request, in tokens."""
-    return max(0, cost - token_cost(_prompt_bytes(_BY_CODE[url], Raw(body)), 0))
-
-
-def _prompt_bytes(endpoint: _Endpoint, raw: Raw) -> int:
-    parts = msgspec.structs.astuple(endpoint.prompt(raw))
-    return sum(map(len, map(bytes, parts))) + len(parts) - 1
-
-
 class Head(msgspec.Struct, gc=False):
     """The line around the body."""
 
@@ -210,8 +200,8 @@ _decode_any = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 #: What is left of a valid request: custom id (a JSON string literal), code of the url, body (no raw newline or CR in
-#: it), the planner's key, cost in tokens.
-Checked = tuple[bytes, int, bytes, bytes, int]
+#: it), the planner's key, cost in tokens, how much of that is the answer.
+Checked = tuple[bytes, int, bytes, bytes, int, int]
 
 
 class Rules:
@@ -316,7 +306,8 @@ class Rules:
                 # The one endpoint that insists on it.
                 text = b'%b,"model":%b}' % (text[:-1].rstrip(), _encode(self.model))
         prompt = b"\0".join(msgspec.structs.astuple(endpoint.prompt(raw)))
-        return custom_id, code, text, prefix_key(prompt), token_cost(len(prompt), output)
+        cost = token_cost(len(prompt), output)
+        return custom_id, code, text, prefix_key(prompt), cost, min(output, cost)
 
     def _short_form(self, body: dict[str, Any]) -> int:
         for field, meant in SHORT_FORM:

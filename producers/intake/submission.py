@@ -191,8 +191,7 @@ def _without_repeats(spool: Spool, reading: Reading, made: PlanWriter) -> PlanWr
             records = reader.plan(window.pos_start, window.pos_end)
             kept = [n for n, index in enumerate(records["index"].tolist()) if index not in dropped]
             rows = reader.rows(records)
-            costs = records["cost"].tolist()
-            writer.copy([decode(rows[n]) for n in kept], [costs[n] for n in kept], window.index_start, window.index_end)
+            writer.copy([decode(rows[n]) for n in kept], records, kept, window.index_start, window.index_end)
     return writer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ def write(store: LocalStore, folder: str, windows: Sequence[Sequence[Given]]) ->
         for window in windows:
             start = index
             index += len(window)
-            writer.add([(start + n, 0, i, u, b, b, c) for n, (i, u, b, c) in enumerate(window)], start, index)
+            writer.add([(start + n, 0, i, u, b, b, c, c // 2) for n, (i, u, b, c) in enumerate(window)], start, index)
     return writer
 
 
@@ -83,7 +84,8 @@ def test_a_plan_comes_back_as_it_was(windows: list[list[Given]], data: st.DataOb
 
 def test_a_window_written_again_gets_new_positions(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    write(store, "old", [[(b'"%d"' % n, 3, b"{%d}" % n, n + 1) for n in range(5000)]])
+    # Ten bodies that have a block, or nothing, in common with their neighbours.
+    write(store, "old", [[(b'"%d"' % n, 3, b"%d" % (n % 10) * 64 + b"%d" % n, n + 1000) for n in range(5000)]])
     reader = PlanReader(store, "old", 5000)
     records = reader.plan(0, 5000)
     kept = [n for n, index in enumerate(records["index"].tolist()) if index % 3]
@@ -91,11 +93,15 @@ def test_a_window_written_again_gets_new_positions(tmp_path: Path) -> None:
     batch = make_batch(len(kept))
     with store.open_write(f"batches/{batch.id}/rows") as file, store.open_write(f"batches/{batch.id}/plan") as plan:
         writer = PlanWriter(file, plan)
-        writer.copy([rows[n] for n in kept], [int(records["cost"][n]) for n in kept], 0, 5000)
+        writer.copy([rows[n] for n in kept], records, kept, 0, 5000)
     assert writer.windows == [Window(0, len(kept), 0, 5000)]
     again = decode_rows(BatchFiles(store, batch).rows(np.arange(len(kept), dtype=np.uint32)))
     assert again == [Row(pos, rows[n].index, *_tail(rows[n])) for pos, n in enumerate(kept)]
-    assert writer.cost == sum(r.index + 1 for r in again)
+    assert writer.cost == sum(r.index + 1000 for r in again)
+    shared = BatchFiles(store, batch).plan(0, len(kept))["shared"].tolist()
+    assert shared[1:] == [64 if a.body[:64] == b.body[:64] else 0 for a, b in pairwise(again)]
+    assert 64 in shared
+    assert 0 in shared[1:]
 
 
 def _tail(r: Row) -> tuple[bytes, int, bytes]:
@@ -107,7 +113,7 @@ def test_windows_cover_all_indexes_even_without_rows(tmp_path: Path) -> None:
     with store.open_write("rows") as rows, store.open_write("plan") as plan:
         writer = PlanWriter(rows, plan)
         writer.add([], 0, 5)
-        writer.add([(7, 8, b'"a"', 0, b"{}", b"", 1)], 5, 9)
+        writer.add([(7, 8, b'"a"', 0, b"{}", b"", 1, 0)], 5, 9)
         writer.add([], 9, 12)
         writer.add([], 12, 12)
     assert writer.windows == [Window(0, 0, 0, 5), Window(0, 1, 5, 9), Window(1, 1, 9, 12)]
