@@ -11,6 +11,7 @@ from common.errors import BatchmillError, UsageError
 from workers.cache.cli import app as cache_app
 from workers.models.cli import app as models_app
 from workers.preflight.cli import check
+from workers.tune.cli import tune
 
 app = typer.Typer(
     help="Batchmill's workers: engines that answer the requests of batches.",
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
 app.command()(check)
+app.command()(tune)
 
 
 @app.callback()

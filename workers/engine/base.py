@@ -32,6 +32,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+    #: Requests so far that had to give their place in the KV cache back and be computed again.
+    preempted: int = 0
 
 
 class EngineDead(Exception):

@@ -183,7 +183,7 @@ class VllmEngine:
         llm = self._llm
         if llm is not None and not llm.output_processor.has_unfinished_requests():
             # The scheduler says nothing when it goes idle, so its last numbers would stand.
-            return EngineStats(kv_usage=self._gauges.kv_usage)
+            return EngineStats(kv_usage=self._gauges.kv_usage, preempted=self._gauges.preempted)
         return self._gauges
 
     async def stop(self) -> None:
@@ -264,12 +264,14 @@ class VllmEngine:
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 pass
 
-            def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
                 if scheduler_stats is not None:
+                    preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
                     engine._gauges = EngineStats(
                         running=scheduler_stats.num_running_reqs,
                         waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
                         kv_usage=scheduler_stats.kv_cache_usage,
+                        preempted=engine._gauges.preempted + preempted,
                     )
 
             def log_engine_initialized(self) -> None:

@@ -1,0 +1,58 @@
+"""`workers tune` with the echo engine: a sweep whose first engine is killed, and the file it leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tests.support.processes import Processes
+
+MODELS = """\
+# Ours.
+models:
+  echo-test@1:
+    source: /no-weights  # none needed
+    engine: { max_num_seqs: 4, max_model_len: 4096 }
+    hardware: { gpus: 0 }
+"""
+
+
+def test_a_point_that_dies_is_a_row_and_the_best_of_the_others_is_written(tmp_path: Path, processes: Processes) -> None:
+    (tmp_path / "models.yaml").write_text(MODELS)
+    (tmp_path / "turns").mkdir()
+    body = {"messages": [{"role": "user", "content": "one of many"}], "max_tokens": 8}
+    sample = tmp_path / "sample.jsonl"
+    sample.write_text("".join(json.dumps({"custom_id": str(n), "body": body}) + "\n" for n in range(64)))
+    env = {
+        "BATCHMILL_MODELS": str(tmp_path / "models.yaml"),
+        "BATCHMILL_INFERENCE_ENGINE": "echo",
+        "BATCHMILL_ECHO_LATENCY_MS": "400",
+        # The first process that meets it is killed, as when memory runs out.
+        "BATCHMILL_ECHO_FAULTS": "many=kill*1",
+        "BATCHMILL_ECHO_FAULTS_DIR": str(tmp_path / "turns"),
+    }
+    argv = ["-m", "workers", "tune", "--sample", str(sample), "--model", "echo-test", "--max-num-seqs", "64,16"]
+    argv += ["--max-num-batched-tokens", "4096", "--json"]
+    dry = processes.python("dry", *argv, "--dry-run", env=env)
+    assert dry.wait() == 0
+    assert (tmp_path / "models.yaml").read_text() == MODELS
+    killed = [line for line in dry.lines if line.lstrip().startswith("64 ")]
+    assert len(killed) == 1
+    assert "its process was killed" in killed[0]
+
+    # All turns of the fault are taken: now every engine runs.
+    run = processes.python("tune", *argv, env=env)
+    assert run.wait() == 0
+    found = json.loads(run.lines[-1])
+    assert [p["max_num_seqs"] for p in found["points"]] == [64, 16]
+    assert all(p["answered"] == 64 and p["problem"] is None for p in found["points"])
+    assert found["best"]["max_num_seqs"] == 64
+    text = (tmp_path / "models.yaml").read_text()
+    figures = re.search(r"  # workers tune: .*64 requests of sample\.jsonl\n", text)
+    assert figures is not None
+    wanted = MODELS.replace("max_num_seqs: 4", "max_num_seqs: 64").replace(
+        "{ max", "{max_num_batched_tokens: 4096,  max"
+    )
+    assert text.replace(figures.group(), "") == wanted
+    processes.wait_gone()

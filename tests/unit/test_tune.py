@@ -1,0 +1,132 @@
+"""`workers tune`: what is tried, what is best, and what becomes of models.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common import plain_yaml
+from common.errors import UsageError
+from common.registry import ModelVersion
+from workers.tune import edit, sample, sweep
+from workers.tune.point import Measured, Numbers, with_numbers
+
+VALUES = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
+
+BLOCK = """\
+# The fleet's models.
+default: a@1   # the usual one
+
+models:
+  a@1:
+    source: /models/a  # weights
+    engine:
+      # found by trial
+      max_model_len: 2048
+      max-num-seqs: 128   # too many?
+      dtype: "bfloat16"
+    hardware: { gpus: 0 }
+  b@1: { source: /models/b, engine: { max_num_seqs: 8 } }
+"""
+
+
+def _numbers(seqs: int, tokens: int, chunk: int = 0) -> Numbers:
+    return Numbers(max_num_seqs=seqs, max_num_batched_tokens=tokens, chunk=chunk)
+
+
+def test_only_the_numbers_and_a_comment_change_in_an_entry_of_blocks() -> None:
+    edited = edit.with_values(BLOCK, "a@1", VALUES, "10 requests/s")
+    before = BLOCK.splitlines()
+    after = edited.splitlines()
+    assert [line for line in after if line not in before] == [
+        "  # workers tune: 10 requests/s",
+        "      max_num_batched_tokens: 4096",
+        "      max-num-seqs: 64   # too many?",
+    ]
+    assert [line for line in before if line not in after] == ["      max-num-seqs: 128   # too many?"]
+    # A second time it replaces what the first one wrote.
+    again = edit.with_values(edited, "a@1", VALUES | {"max_num_seqs": 32}, "12 requests/s")
+    assert again == edited.replace("10 requests/s", "12 requests/s").replace("seqs: 64", "seqs: 32")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("models: {a@1: {source: /m, engine: {max_num_seqs: 1, dtype: auto}}}\n", "dtype: auto"),
+        ("models:\n  a@1: {source: /m, engine: {}}\n", "source: /m"),
+        ("models:\n  a@1: {source: /m}\n", "source: /m"),
+        ("models:\n  a@1:\n    source: /m\n    engine:\n    cache: all\n", "    cache: all\n"),
+        ("models:\r\n  a@1:\r\n    source: /m\r\n    engine:\r\n      dtype: auto\r\n", "      dtype: auto\r\n"),
+        (
+            "models:\n  'a@1':\n    engine: {\n      dtype: auto, # as it is\n    }\n    source: /m",
+            "dtype: auto, # as it is\n",
+        ),
+    ],
+)
+def test_every_style_of_an_entry_can_be_edited(text: str, expected: str) -> None:
+    edited = edit.with_values(text, "a@1", VALUES, "fast")
+    assert expected in edited
+    engine = plain_yaml.parse(edited)["models"]["a@1"]["engine"]
+    assert engine == {**(plain_yaml.parse(text)["models"]["a@1"].get("engine") or {}), **VALUES}
+    assert ("\r\n" in text) == ("\r\n" in edited)
+    assert edited.count("\n") - edited.count("\r\n") == (0 if "\r\n" in text else edited.count("\n"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "models:\n  b@1: {source: /b, engine: &e {max_num_seqs: 1}}\n  a@1: {source: /a, engine: *e}\n",
+        "models:\n  b@1: {source: /b}\n",
+    ],
+)
+def test_what_cannot_be_edited_alone_is_left_alone_and_the_numbers_are_said(text: str) -> None:
+    with pytest.raises(UsageError, match="set max_num_seqs: 64, max_num_batched_tokens: 4096 by hand"):
+        edit.with_values(text, "a@1", VALUES, "fast")
+
+
+def test_the_file_keeps_its_mode_and_its_name_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(BLOCK)
+    path.chmod(0o640)
+    link = tmp_path / "link.yaml"
+    link.symlink_to(path)
+    edit.write(link, "a@1", VALUES, "fast")
+    assert link.is_symlink()
+    assert path.read_text() == edit.with_values(BLOCK, "a@1", VALUES, "fast")
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.yaml", "models.yaml"]
+
+
+def test_the_sweep_tries_all_combinations_around_what_is_there() -> None:
+    entry = ModelVersion(source="/m", engine={"max-num-seqs": 64, "max_num_batched_tokens": 2048, "dtype": "auto"})
+    now = sweep.present(entry)
+    assert sweep.grid(now, (), (), ()) == [_numbers(s, t) for s in (32, 64, 128) for t in (2048, 4096)]
+    assert sweep.grid(now, (8,), (512, 512), (4, 2)) == [_numbers(8, 512, 4), _numbers(8, 512, 2)]
+    assert with_numbers(entry, _numbers(8, 512)).engine == {
+        "dtype": "auto",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+    }
+
+
+def test_the_fastest_wins_and_among_equals_what_is_there_then_the_smaller_one() -> None:
+    def ran(seqs: int, tokens: int, seconds: float, problem: str | None = None) -> Measured:
+        return Measured(numbers=_numbers(seqs, tokens), seconds=seconds, answered=100, problem=problem)
+
+    now = _numbers(64, 2048)
+    points = [ran(32, 2048, 12.0), ran(64, 2048, 10.1), ran(128, 2048, 10.0), ran(256, 2048, 1.0, "no memory")]
+    found = sweep.best(points, now)
+    assert found is points[1]
+    assert sweep.best([points[0], points[2], ran(128, 4096, 9.95)], now) is points[2]
+    assert sweep.best([points[3]], now) is None
+
+
+def test_a_sample_is_read_in_both_forms_and_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "sample.jsonl"
+    path.write_text('{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x"}}\n\n{"body":{"messages":[]}}\n')
+    assert sample.read(path, 9) == [(1, b'{"prompt":"x"}'), (0, b'{"messages":[]}')]
+    assert len(sample.read(path, 1)) == 1
+    path.write_text('{"body":{"prompt":"x"}}\n{"body":{"what":1}}\n')
+    with pytest.raises(UsageError, match=r"sample\.jsonl:2: url"):
+        sample.read(path, 9)

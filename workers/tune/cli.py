@@ -1,0 +1,162 @@
+"""`workers tune`: a short sweep over the numbers of the engine's scheduler."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from common import registry as registries
+from common import settings as setting_files
+from common.errors import UsageError
+from common.interrupts import terminated_like_interrupted
+
+if TYPE_CHECKING:
+    from workers.tune.point import Measured
+
+_HEAD = ("max_num_seqs", "max_num_batched_tokens", "requests/s", "tokens/s", "full", "KV cache", "preempted")
+
+
+def tune(
+    sample: Annotated[
+        Path, typer.Option(metavar="FILE", dir_okay=False, help="Requests like those to come, one JSON object a line.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Model to tune: NAME or NAME@VERSION.", show_default="the default model")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Use the first N requests of the sample.")] = 256,
+    max_num_seqs: Annotated[
+        str | None, typer.Option(metavar="N,…", help="Values to try.", show_default="half, the same, twice")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        str | None, typer.Option(metavar="N,…", help="Values to try.", show_default="the same, twice")
+    ] = None,
+    chunk_requests: Annotated[
+        str | None,
+        typer.Option(metavar="N,…", help="Sizes of chunks to try.", show_default="as the coordinator has them"),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a point may take, its start included.")] = 1800,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and show; change no file.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Measure which max_num_seqs and max_num_batched_tokens answer a sample fastest, and write them to models.yaml.
+
+    Each point starts an engine of its own, so nothing else should use its devices.
+    """
+    # Only now, since it imports the worker.
+    from workers.tune import edit, sweep
+    from workers.tune import sample as samples
+    from workers.tune.point import NAMES
+
+    settings, registry = setting_files.load(), registries.load()
+    name = registry.resolve(model or settings.inference.default_model)
+    entry = registry.get(name)
+    now = sweep.present(entry)
+    points = sweep.grid(
+        now,
+        _numbers("--max-num-seqs", max_num_seqs),
+        _numbers("--max-num-batched-tokens", max_num_batched_tokens),
+        _numbers("--chunk-requests", chunk_requests),
+    )
+    count = len(samples.read(sample, requests))
+    where = Path(registry.where)
+    if not dry_run:
+        _check_writable(where)
+        # Found out before an hour of measuring, not after it.
+        text = where.read_bytes().decode("utf-8")
+        edit.with_values(text, name, {key: getattr(now, key) for key in NAMES}, "", str(where))
+    typer.echo(f"{name}: {len(points)} engines, one after the other, each with {count} requests of {sample}", err=True)
+    lines = _Table(chunks=chunk_requests is not None)
+    with terminated_like_interrupted():
+        measured = sweep.run(
+            name, points, str(sample), requests, timeout, lambda row: typer.echo(lines.row(row), err=True)
+        )
+    found = sweep.best(measured, now)
+    if found is None:
+        raise UsageError(f"{name}: no engine of the sweep answered the sample; the first said: {measured[0].problem}")
+    figures = _figures(found, sample.name, now=datetime.date.today())
+    if not dry_run:
+        edit.write(where, name, {key: getattr(found.numbers, key) for key in NAMES}, figures)
+    if json:
+        typer.echo(
+            msgspec.json.encode(
+                {
+                    "model": name,
+                    "sample": str(sample),
+                    "requests": count,
+                    "points": [_fields(row) for row in measured],
+                    "best": _fields(found),
+                    "written": None if dry_run else str(where),
+                }
+            )
+        )
+        return
+    numbers = ", ".join(f"{key} {getattr(found.numbers, key):,}" for key in NAMES)
+    typer.echo(f"best: {numbers}: {figures}")
+    if found.numbers.chunk:
+        typer.echo(f"with chunks of {found.numbers.chunk}: scheduler.chunk_requests in fleet.yaml, for all its models")
+    typer.echo("nothing was written (--dry-run)" if dry_run else f"written to {where}")
+
+
+class _Table:
+    """Rows as they come, under a head."""
+
+    def __init__(self, *, chunks: bool) -> None:
+        self._chunks = chunks
+        self._begun = False
+
+    def row(self, row: Measured) -> str:
+        """A line, or the head and the first one."""
+        numbers = row.numbers
+        cells = [f"{numbers.max_num_seqs:,}", f"{numbers.max_num_batched_tokens:,}"]
+        if row.problem is None:
+            cells += [f"{row.requests_per_s:.2f}", f"{row.tokens_per_s:,.0f}", f"{row.occupancy:.0%}"]
+            cells += [f"{row.kv_usage:.0%}", f"{row.preempted:,}"]
+        head = list(_HEAD)
+        if self._chunks:
+            head.insert(2, "chunk")
+            cells.insert(2, f"{numbers.chunk:,}")
+        line = "  ".join(f"{cell:>{len(title)}}" for cell, title in zip(cells, head, strict=False))
+        if row.problem is not None:
+            line += f"  {row.problem}"
+        elif row.failed:
+            line += f"  {row.failed} of {row.failed + row.answered} failed"
+        begun, self._begun = self._begun, True
+        return line if begun else "  ".join(head) + "\n" + line
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise UsageError(f"{option}: '{text[:80]}' is no list of numbers such as 64,128")
+    return found
+
+
+def _check_writable(where: Path) -> None:
+    if not os.access(where, os.W_OK) or not os.access(where.resolve().parent, os.W_OK):
+        raise UsageError(f"{where}: cannot be written; use --dry-run and set the numbers by hand")
+
+
+def _figures(row: Measured, sample: str, now: datetime.date) -> str:
+    count = row.answered + row.failed
+    return (
+        f"{now.isoformat()}, {row.requests_per_s:.2f} requests/s, {row.tokens_per_s:,.0f} tokens/s, KV cache used "
+        f"up to {row.kv_usage:.0%}, {row.preempted:,} preemptions, {count:,} requests of {ascii(sample)[1:-1]}"
+    )
+
+
+def _fields(row: Measured) -> dict[str, object]:
+    fields: dict[str, object] = msgspec.to_builtins(row)
+    numbers = fields.pop("numbers")
+    assert isinstance(numbers, dict)
+    rates = {"requests_per_s": round(row.requests_per_s, 3), "tokens_per_s": round(row.tokens_per_s, 1)}
+    return numbers | fields | rates
