@@ -170,13 +170,18 @@ class _Told(msgspec.Struct):
     timings: dict[str, float | None]
 
 
+def status_path(batch: Batch) -> str:
+    """Where its status is in the store."""
+    return f"{folder(batch.id)}/status.json"
+
+
 def read_status(store: Store, batch: Batch) -> Status:
     """The batch's status; `queued` until the coordinator has taken it up.
 
     Of a batch that has ended and whose status file is gone or damaged, it is what `summary.json` says, with a reason
     that says so. `Damaged` when that cannot be read either.
     """
-    path = f"{folder(batch.id)}/status.json"
+    path = status_path(batch)
     try:
         return _status(store, path)
     except FileNotFoundError:

@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from common.changes import Changes
 from common.errors import Unreachable
 from common.store import Store
-from producers.batch import Heartbeat, read_batch, read_status
+from producers.batch import Heartbeat, read_batch, read_status, status_path
 from producers.batch_view import HEARTBEAT_S, BatchView, alive, heartbeat, view
 
 #: Seconds between two looks: short at first (small batches end at once), then as often as the coordinator writes.
@@ -88,13 +89,15 @@ def follow(
     *,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
-    pause: Callable[[float], None] = time.sleep,
+    pause: Callable[[float], object] | None = None,
 ) -> Iterator[BatchView]:
-    """Views of a batch, one a look, until one is final (that one too).
+    """Views of a batch, one a look, until one is final (that one too). `pause` waits so many seconds between two looks;
+    without one, a wait ends when the status changes.
 
     `UsageError` when there is no such batch, `Unreachable` when the store fails for `PATIENCE_S`.
     """
     batch = read_batch(store, batch_id)
+    pause = pause or Changes(store, status_path(batch)).wait
     pulse = Pulse()
     poll = FIRST_POLL_S
     failing_since: float | None = None

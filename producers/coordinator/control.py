@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 from common import metrics
+from common.changes import Changes
 from common.errors import BatchmillError, Damaged, Unreachable
 from common.logs import get
 from common.store import LocalStore, Store
@@ -81,6 +82,9 @@ class Control:
         self._asleep: set[str] = set()
         #: Models whose gauge was set.
         self._gauged: set[str] = set()
+        self._changes = Changes(store, self._active)
+        #: A batch has come or gone since the last look.
+        self._news = False
         self._looked_at = float("-inf")
         self._look_again_s = 0.0
         self._recovered_at = float("-inf")
@@ -99,7 +103,7 @@ class Control:
             else:
                 for name in ("store_unreachable", "disk_full"):
                     core.trouble(name, "control", False)
-            core.control.wait(0.05 if self._cuts.draining else self._period)
+            self._news |= self._changes.wait(0.05 if self._cuts.draining else self._period, core.control.wait)
             # Under load there is always a reason to look; not every result is one.
             core.stop.wait(_PAUSE_S)
 
@@ -113,8 +117,8 @@ class Control:
             self._recovered_at = now
             recover(self._store)
             self._commands.clear_late()
-        if now - self._looked_at >= max(self._period, self._look_again_s):
-            self._looked_at = now
+        if now - self._looked_at >= max(0.0 if self._news else self._period, self._look_again_s):
+            self._looked_at, self._news = now, False
             self.open_new()
             # With very many batches a look takes a while: a twentieth of the time, at most.
             self._look_again_s = min(MOST_PERIOD_S, 20 * (time.monotonic() - now))

@@ -1,0 +1,46 @@
+"""A change in a local store ends a wait; elsewhere a wait is a wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from common.changes import Changes
+from common.store import LocalStore, open_store
+
+
+def test_a_wait_on_a_local_disk_ends_with_a_change(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put_atomic("folder/first", b"1")
+    changes = Changes(store, "folder", "not-there")
+    assert not changes.wait(0.05)
+    store.put_atomic("folder/second", b"2")
+    assert changes.wait(60)
+    assert not changes.wait(0.05)
+    timer = threading.Timer(0.05, store.put_atomic, ("not-there", b"3"))
+    timer.start()
+    assert changes.wait(60)
+    timer.join()
+
+
+def test_an_event_ends_a_wait_and_what_changed_meanwhile_is_not_lost(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    changes = Changes(store, "file")
+    event = threading.Event()
+    event.set()
+
+    def enough(_seconds: float) -> bool:
+        store.put_atomic("file", b"x")
+        return event.is_set()
+
+    assert not changes.wait(60, enough)
+    assert changes.wait(60)
+
+
+def test_another_store_is_never_glanced_at() -> None:
+    waits: list[float] = []
+    started = time.monotonic()
+    assert not Changes(open_store("memory://changes"), "file").wait(5.0, waits.append)
+    assert waits == [5.0]
+    assert time.monotonic() - started < 5.0
