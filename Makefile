@@ -132,7 +132,7 @@ chaos: test-needs $(STAMPS)/dev ## ten minutes of random faults; CHAOS_S=… for
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m 'engine and not slow' $(ARGS)
 
-.PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-vs-run-batch
+.PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-vs-peers bench-peers-ray bench-occupancy
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
 bench-small-batches: test-needs $(STAMPS)/dev ## ten thousand batches of five requests against one of fifty thousand
@@ -141,11 +141,22 @@ bench-recovery: test-needs $(STAMPS)/dev ## what it costs when one of two worker
 	@$(BIN)/python -m benchmarks.recovery $(ARGS)
 bench-fairness: $(STAMPS)/dev ## small batches behind a large one, and the use of 1, 8 and 64 workers, simulated
 	@$(BIN)/python -m benchmarks.fairness $(ARGS)
-bench-vs-run-batch: test-needs model $(STAMPS)/dev ## the warm fleet against vLLM's own batch command
-	@$(BIN)/python -m benchmarks.vs_run_batch $(ARGS)
+bench-occupancy: test-needs model $(STAMPS)/dev ## how full the engine is over a batch of mixed answers, beside chunk after chunk
+	@$(BIN)/python -m benchmarks.occupancy $(ARGS)
+bench-vs-peers: test-needs model bench-peers-ray ## the warm fleet against vllm run-batch, LLM.chat, Ray Data LLM, naive Celery
+	@$(BIN)/python -m benchmarks.vs_peers --ray-python $(VENV)-ray/bin/python $(ARGS)
+
+# Ray's own dependencies stay out of ours: an environment of its own, which sees this one's vLLM.
+$(VENV)-ray/installed: $(STAMPS)/engine-$(ENGINE)
+	@echo "installing Ray Data LLM into $(VENV)-ray"
+	@$(BIN)/python -m venv $(VENV)-ray
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(VENV)-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engine.pth
+	@$(VENV)-ray/bin/python -m pip --disable-pip-version-check --no-input install --quiet 'ray[data]==2.60.0' && touch $@
+bench-peers-ray: $(VENV)-ray/installed
 
 .PHONY: clean
 clean: ## remove .venv, caches and outputs of the demo (not the fleet's home, which holds batches)
-	@rm -rf $(VENV) batchmill-out build *.egg-info .coverage htmlcov .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	@rm -rf $(VENV) $(VENV)-ray batchmill-out build *.egg-info .coverage htmlcov .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 	  tests/artifacts
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
