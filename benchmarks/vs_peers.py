@@ -47,7 +47,7 @@ def measure(word: str, rounds: int, peers: list[str], ray_python: str | None, li
             f"{url}/0",
             cache_url=f"redis://127.0.0.1:{cache.port}/0",
             engine=kind.engine,
-            settings={"BATCHMILL_SCHEDULER_CHUNK_REQUESTS": str(kind.chunk)},
+            settings=kind.settings,
         )
         stack.callback(fleet.processes.close)
         place = run.Place(

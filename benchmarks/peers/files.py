@@ -32,8 +32,10 @@ class Kind:
     goal: float
     #: Engine arguments of this file, for every peer, beside the model's entry.
     engine: dict[str, Any] = field(default_factory=dict)
-    #: Requests of a naive client's chunk, and what the fleet is told (`scheduler.chunk_requests`).
-    chunk: int = 64
+    #: Requests of a naive client's chunk: as many as the demo model's engine runs at once.
+    chunk: int = 128
+    #: What the fleet is told beside its defaults.
+    settings: dict[str, str] = field(default_factory=dict)
     #: The fleet's result cache.
     cache: str = "off"
     #: The file goes through everything twice, and the second time counts.
@@ -71,7 +73,13 @@ def _mixed(requests: int, round_: int) -> Iterator[Asked]:
         yield prompt, system, tokens
 
 
-MIXED = Kind("256 requests of 8 to 512 answer tokens, small chunks", lambda r: _mixed(256, r), 1.0, chunk=32)
+MIXED = Kind(
+    "256 requests of 8 to 512 answer tokens, small chunks",
+    lambda r: _mixed(256, r),
+    1.0,
+    chunk=32,
+    settings={"BATCHMILL_SCHEDULER_CHUNK_REQUESTS": "32"},
+)
 
 KINDS: dict[str, Kind] = {
     "unique": Kind("256 unique requests", lambda r: _unique(256, 64, r), 1.0),
