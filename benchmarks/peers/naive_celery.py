@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from celery import Celery, group
+from celery import Celery
 from celery.signals import worker_init
 
 from benchmarks.peers import lines
@@ -47,8 +47,7 @@ def answer_chunk(chunk: list[dict[str, Any]]) -> list[str]:
 def answer_file(celery: Celery, source: Path, target: Path, chunk: int, timeout: float) -> None:
     """Send all chunks, wait for their results, write them in the order of the file."""
     asked = lines.read(source)
-    task = celery.signature("answer_chunk")
-    sent = group(task.clone((asked[at : at + chunk],)) for at in range(0, len(asked), chunk))(app=celery)
+    sent = [celery.send_task("answer_chunk", (asked[at : at + chunk],)) for at in range(0, len(asked), chunk)]
     with open(target, "w", encoding="utf-8") as file:
-        for answers in sent.get(timeout=timeout, interval=0.02):
-            file.writelines(answers)
+        for result in sent:
+            file.writelines(result.get(timeout=timeout))

@@ -173,9 +173,9 @@ class NaiveCelery:
         return Took(took, took + self._start_s)
 
     def close(self) -> None:
-        """End the worker."""
+        """End the worker; with an engine in it, it does not end when it is told to."""
         self._celery.close()
-        self._process.stop()
+        self._process.kill()
 
 
 class RayData:
