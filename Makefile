@@ -132,7 +132,7 @@ chaos: test-needs $(STAMPS)/dev ## ten minutes of random faults; CHAOS_S=… for
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m 'engine and not slow' $(ARGS)
 
-.PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-vs-peers bench-peers-ray bench-occupancy
+.PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-vs-peers bench-peers-ray bench-occupancy bench-worker-shares
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
 bench-small-batches: test-needs $(STAMPS)/dev ## ten thousand batches of five requests against one of fifty thousand
@@ -143,6 +143,8 @@ bench-fairness: $(STAMPS)/dev ## small batches behind a large one, and the use o
 	@$(BIN)/python -m benchmarks.fairness $(ARGS)
 bench-occupancy: test-needs model $(STAMPS)/dev ## how full the engine is over a batch of mixed answers, beside chunk after chunk
 	@$(BIN)/python -m benchmarks.occupancy $(ARGS)
+bench-worker-shares: test-needs model $(STAMPS)/dev ## what a worker with vLLM spends its CPU time on
+	@$(BIN)/python -m benchmarks.worker_shares $(ARGS)
 bench-vs-peers: test-needs model bench-peers-ray ## the warm fleet against vllm run-batch, LLM.chat, Ray Data LLM, naive Celery
 	@$(BIN)/python -m benchmarks.vs_peers --ray-python $(VENV)-ray/bin/python $(ARGS)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.peers import files
@@ -36,7 +38,8 @@ def measure(engine: str, seqs: int, chunk: int, requests: int) -> None:
         (folder / "broker").mkdir()
         broker = stack.enter_context(redis_server(folder / "broker"))
         source = folder / "input.jsonl"
-        _, tokens = files.write(source, files.MIXED, int(time.time()), MODEL, requests)
+        kind = dataclasses.replace(files.MIXED, make=lambda r: _wordy(files.MIXED.make(r)))
+        _, tokens = files.write(source, kind if engine == "echo" else files.MIXED, int(time.time()), MODEL, requests)
         print(f"\n{engine}: {requests} requests of 8 to 512 answer tokens ({tokens} in all), max_num_seqs {seqs}, "
               f"chunks of {chunk}", flush=True)  # fmt: skip
 
@@ -59,6 +62,12 @@ def measure(engine: str, seqs: int, chunk: int, requests: int) -> None:
             argv = ["-m", "benchmarks.naive_chunks", str(source), str(chunk), MODEL]
             processes.python("naive", *argv, env=env).wait_line("^DONE", 1800)
         say("chunk after chunk", read(samples), requests, seqs)
+
+
+def _wordy(asked: Iterator[files.Asked]) -> Iterator[files.Asked]:
+    """With prompts as long as their answers, since that is what the echo engine answers."""
+    for prompt, system, tokens in asked:
+        yield f"{prompt} {'word ' * tokens}", system, tokens
 
 
 def say(who: str, samples: list[Sample], requests: int, seqs: int) -> None:
