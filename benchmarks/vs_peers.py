@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ FLEET = "the fleet"
 Record = dict[str, Any]
 
 
-def measure(word: str, rounds: int, peers: list[str], ray_python: str | None, limit: int | None) -> list[Record]:
-    """Run one kind of file through the fleet and the peers, `rounds` times."""
+def measure(
+    word: str, rounds: int, peers: list[str], ray_python: str | None, limit: int | None, keep: Callable[[Record], None]
+) -> None:
+    """Run one kind of file through the fleet and the peers, `rounds` times; `keep` gets each record as it comes."""
     kind = files.KINDS[word]
     entry = demo_entry()
     engine = entry.engine | {"kv_cache_memory_bytes": int(entry.hardware.cpu_kv_gb * (1 << 30))} | kind.engine
-    records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="bm-bench-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         for part in ("broker", "cache", "peers"):
@@ -67,10 +69,7 @@ def measure(word: str, rounds: int, peers: list[str], ray_python: str | None, li
             turn = round_ % (len(up) + 1)
             order: list[run.Peer | None] = [None, *up]
             for peer in order[turn:] + order[:turn]:
-                records.append(
-                    _fleet(fleet, kind, wanted, source) if peer is None else _peer(peer, kind, wanted, source)
-                )
-    return records
+                keep(_fleet(fleet, kind, wanted, source) if peer is None else _peer(peer, kind, wanted, source))
 
 
 def _fleet(fleet: Fleet, kind: files.Kind, wanted: Record, source: Path) -> Record:
@@ -157,10 +156,14 @@ def main() -> None:
         peers.remove("ray")
     into: Path | None = options.into
     records: list[Record] = json.loads(into.read_text("utf-8")) if into is not None and into.exists() else []
-    for word in files.KINDS if options.file == "all" else [options.file]:
-        records += measure(word, options.rounds, peers, options.ray_python, options.limit)
+
+    def keep(record: Record) -> None:
+        records.append(record)
         if into is not None:
             into.write_text(json.dumps(records, indent=1))
+
+    for word in files.KINDS if options.file == "all" else [options.file]:
+        measure(word, options.rounds, peers, options.ray_python, options.limit, keep)
     show(records)
 
 
