@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.peers import files
 from benchmarks.sampled_worker import Sample, occupancy, read
 from benchmarks.warm_fleet import MODEL, Fleet
+from common.interrupts import terminated_like_interrupted
 from tests.support.brokers import redis_server
 from tests.support.processes import Processes
 
@@ -91,8 +92,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    for engine in options.engines:
-        measure(engine, options.seqs, options.chunk, options.requests)
+    with terminated_like_interrupted():
+        for engine in options.engines:
+            measure(engine, options.seqs, options.chunk, options.requests)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.peers import files, run
 from benchmarks.warm_fleet import MODEL, Fleet, demo_entry
+from common.interrupts import terminated_like_interrupted
 from tests.support.brokers import redis_server
 
 FLEET = "the fleet"
@@ -162,8 +163,9 @@ def main() -> None:
         if into is not None:
             into.write_text(json.dumps(records, indent=1))
 
-    for word in files.KINDS if options.file == "all" else [options.file]:
-        measure(word, options.rounds, peers, options.ray_python, options.limit, keep)
+    with terminated_like_interrupted():
+        for word in files.KINDS if options.file == "all" else [options.file]:
+            measure(word, options.rounds, peers, options.ray_python, options.limit, keep)
     show(records)
 
 
