@@ -15,7 +15,7 @@ from amqp.exceptions import MessageNacked
 from celery import Celery
 from kombu import Connection, Exchange, Producer, Queue
 
-from common import redis_clock, serializer
+from common import redis_clients, redis_clock, serializer
 from common.codec import PURPOSE_CHUNK, PURPOSE_RESULTS, Codec
 from common.errors import Unreachable, UsageError
 from common.messages import QUEUE_DEAD, QUEUE_INTAKE
@@ -61,6 +61,7 @@ def make_app(settings: Settings) -> Celery:
     """The Celery application every role uses. Each setting's reason stands beside it."""
     serializer.install()
     redis_clock.install()
+    redis_clients.install()
     url = broker_url(settings)
     app = Celery("batchmill", broker=url, set_as_current=False)
     app.conf.update(
@@ -135,6 +136,7 @@ def connect(settings: Settings, on_blocked: Callable[[bool], None] | None = None
     """
     serializer.install()
     redis_clock.install()
+    redis_clients.install()
     url = broker_url(settings)
     options = transport_options(settings)
     if on_blocked is not None and is_amqp(url):

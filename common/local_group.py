@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 from common.store import Fence, LocalStore, RawFile, make_folders, sync_folder, temporary_name
 
@@ -39,7 +38,7 @@ class LocalGroup:
     def open_write(self, path: str) -> Iterator[BinaryIO]:
         fd, made, what = self._begin(path)
         try:
-            with io.BufferedWriter(RawFile(fd, self._store, what), 1 << 16) as file:
+            with _WholeFile(fd, self._store, what) as file:
                 yield cast(BinaryIO, file)
         except BaseException:
             _remove(made[1])
@@ -64,7 +63,7 @@ class LocalGroup:
     def _begin(self, path: str) -> tuple[int, tuple[str, str, str], str]:
         # Text, not `Path`s: this is done tens of thousands of times.
         target = self._store.path_text(path)
-        folder = os.path.dirname(target)
+        folder = target[: target.rindex("/")]
         what = f"{path}: cannot be written"
         with self._store.errors(what):
             temporary = f"{folder}/{temporary_name()}"
@@ -103,7 +102,7 @@ class LocalGroup:
         with self._store.errors("files cannot be written"):
             self._sync([temporary for _, temporary, _ in self._made], _sync_file)
             self._fence()
-            folders = dict.fromkeys(os.path.dirname(target) for _, _, target in self._made)
+            folders = dict.fromkeys(target[: target.rindex("/")] for _, _, target in self._made)
             for path, temporary, target in self._made:
                 with self._store.errors(f"{path}: cannot be written"):
                     os.replace(temporary, target)
@@ -129,6 +128,17 @@ class LocalGroup:
                 raise OSError(number, os.strerror(number))
         finally:
             os.close(fd)
+
+
+class _WholeFile(RawFile):
+    """Not buffered: whoever writes thousands of small files gives each in one piece or two."""
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data)
+        size = len(rest)
+        while rest:
+            rest = rest[super().write(rest) :]
+        return size
 
 
 def _sync_file(path: str) -> None:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import functools
 import io
+import itertools
 import os
 import shutil
 import socket
@@ -333,20 +334,38 @@ class LocalStore:
         make_folders(target.parent)
         return target.parent / temporary_name()
 
-    @contextlib.contextmanager
-    def errors(self, what: str) -> Iterator[None]:
-        """Errors of the disk as one line; a missing file stays `FileNotFoundError`, which callers expect."""
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except OSError as exc:
-            if exc.errno in _FULL:
-                raise StoreFull(f"store {self.root}: {what}: {os.strerror(exc.errno)}; free some space") from None
-            raise Unreachable(f"store {self.root}: {what}: {exc.strerror or exc}") from None
+    def errors(self, what: str) -> Errors:
+        """Around calls of the disk; `what` failed when they do."""
+        return Errors(self.url, what)
+
+
+class Errors:
+    """Errors of the disk as one line; a missing file stays `FileNotFoundError`, which callers expect.
+
+    A class, since it is entered a dozen times for every batch, and a generator would cost three times as much.
+    """
+
+    __slots__ = ("_url", "_what")
+
+    def __init__(self, url: str, what: str) -> None:
+        self._url = url
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, exc: BaseException | None, _trace: object) -> None:
+        if not isinstance(exc, OSError) or isinstance(exc, FileNotFoundError):
+            return
+        if exc.errno in _FULL:
+            text = f"store {self._url}: {self._what}: {os.strerror(exc.errno)}; free some space"
+            raise StoreFull(text) from None
+        raise Unreachable(f"store {self._url}: {self._what}: {exc.strerror or exc}") from None
 
 
 _TEMPORARY = ".tmp-"
+#: What tells this process from an earlier one of its number, and its names from one another.
+_LIFE, _NUMBERS = os.urandom(8).hex(), itertools.count()
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -384,7 +403,7 @@ def make_folders(folder: Path) -> None:
 
 def temporary_name() -> str:
     """A new name for a file that is being written; `sweep` knows by it whose it is."""
-    return f"{_TEMPORARY}{_machine()}-{os.getpid()}-{os.urandom(16).hex()}"
+    return f"{_TEMPORARY}{_machine()}-{os.getpid()}-{_LIFE}-{next(_NUMBERS):x}"
 
 
 @functools.cache

@@ -201,6 +201,7 @@ class Aggregator:
             for progress in outcome.touched:
                 core.dirty.add(progress.id)
                 if progress.complete:
+                    core.ending.add(progress.id)
                     core.control.set()
         self.dropped += outcome.unknown
         self._count(results, outcome)

@@ -14,6 +14,9 @@ from common.store import Store
 from producers.batch import INVALID_DTYPE, Batch, folder
 from producers.coordinator.row_states import Positions
 
+#: Plan records that are kept for the next call, at most.
+_KEPT = 4096
+
 
 class DamagedBatch(Exception):
     """The batch's own files are missing or do not fit together; `reason` names the file and what to do."""
@@ -30,14 +33,21 @@ class BatchFiles:
         self._store = store
         self._batch = batch
         self._folder = folder(batch.id)
+        #: The records that were read last: rows are sized up first and then read.
+        self._last: tuple[int, int, npt.NDArray[np.void]] | None = None
         #: Whose batch it is.
         self.tenant = batch.tenant
 
     def plan(self, start: int, end: int) -> npt.NDArray[np.void]:
         """The `PLAN_DTYPE` records of positions `[start, end)`."""
+        if self._last is not None and self._last[0] <= start and end <= self._last[1]:
+            return self._last[2][start - self._last[0] : end - self._last[0]]
         size = PLAN_DTYPE.itemsize
         raw = self._read("plan", start * size, (end - start) * size)
-        return np.frombuffer(raw, dtype=PLAN_DTYPE)
+        records = np.frombuffer(raw, dtype=PLAN_DTYPE)
+        if end - start <= _KEPT:
+            self._last = start, end, records
+        return records
 
     def row_sizes(self, positions: Positions) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Bytes of each row, and its estimated cost in tokens (positions ascending, close together)."""
@@ -49,6 +59,7 @@ class BatchFiles:
         """A MessagePack array of the rows at these positions (ascending), read in one go and checked."""
         first, last = int(positions[0]), int(positions[-1])
         plan = self.plan(first, last + 1)
+        self._last = None
         begin = int(plan["offset"][0])
         ends = plan["offset"] + plan["length"]
         raw = self._read("rows", begin, int(ends[-1]) - begin)

@@ -117,7 +117,9 @@ class Control:
             self._recovered_at = now
             recover(self._store)
             self._commands.clear_late()
-        if now - self._looked_at >= max(0.0 if self._news else self._period, self._look_again_s):
+        # Of very many batches, those that nothing is known to have happened to are looked at less often.
+        everything = now - self._looked_at >= max(0.0 if self._news else self._period, self._look_again_s)
+        if everything:
             self._looked_at, self._news = now, False
             self.open_new()
             # With very many batches a look takes a while: a twentieth of the time, at most.
@@ -126,7 +128,7 @@ class Control:
             self._release_new()
             self._cuts.expire(time.time())
             self._note_schedules(time.time())
-        self._close_complete()
+        self._close_complete(everything or self._cuts.draining)
         self.say_all()
         self._gauge()
 
@@ -247,10 +249,12 @@ class Control:
 
     # -- closing ---------------------------------------------------------------------------------------------------
 
-    def _close_complete(self) -> None:
+    def _close_complete(self, everything: bool) -> None:
         core = self._core
         with core.lock:
-            batches = list(core.book.batches.values())
+            ending, core.ending = core.ending, set()
+            known = core.book.batches
+            batches = list(known.values()) if everything else [known[b] for b in ending if b in known]
         for progress in batches:
             if progress.closed_at is not None:
                 if progress.final is None:

@@ -57,6 +57,8 @@ class Core:
         self.dirty: set[str] = set()
         #: What keeps work from going on, for the status files (`disk_full`, `broker_unreachable`, …), and who says so.
         self.troubles: dict[str, set[str]] = {}
+        #: Batches that may have come to their end since `control` looked last.
+        self.ending: set[str] = set()
         #: Live workers; None while nobody knows.
         self.workers: list[WorkerFacts] | None = None
         #: Monotonic seconds before which no chunk counts as lost.
@@ -78,6 +80,7 @@ class Core:
             place = self.ledger.append(Type.DECISION, encode(decision), (decision.batch,))
             progress = self.book.decided(decision, place)
             self.dirty.add(decision.batch)
+            self.ending.add(decision.batch)
         self.dispatch.set()
         self.control.set()
         return progress

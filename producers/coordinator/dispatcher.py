@@ -277,8 +277,8 @@ class Dispatcher:
     def _files_of(self, batch_id: str) -> BatchFiles:
         files = self._files.get(batch_id)
         if files is None:
-            with self._core.lock:
-                batch = self._core.book.batches[batch_id].batch
+            # One look into a dictionary needs no lock, and others hold it for long.
+            batch = self._core.book.batches[batch_id].batch
             files = self._files[batch_id] = BatchFiles(self._store, batch)
         return files
 

@@ -208,10 +208,13 @@ class Finalizer:
     def _conclude(self, ended: list[_Ended]) -> None:
         """The final statuses stand: the batches are work no more, and need no records."""
         core = self._core
+        # One look for all of them. A command that comes after it is late, and cleared away as such.
+        asked = self._asked()
         for progress, said in ended:
             batch = progress.batch
             self._put_away(f"active/{batch.shard}/{batch.id}")
-            self._put_away(f"control/{batch.id}")
+            if batch.id in asked:
+                self._put_away(f"control/{batch.id}")
             record = encode(Finalised(batch.id, said.status))
             core.while_disk_full(functools.partial(core.ledger.append, Type.FINALISED, record))
             with core.lock:
@@ -222,6 +225,14 @@ class Finalizer:
                 self._again.pop(batch.id, None)
         core.ledger.release([progress.id for progress, _ in ended])
         core.dispatch.set()
+
+    def _asked(self) -> set[str]:
+        """The batches that people asked something of."""
+        try:
+            return set(self._store.list("control"))
+        except (OSError, Unreachable) as exc:
+            log.warning("not_listed", path="control", error=type(exc).__name__)
+            return set()
 
     def _put_away(self, path: str) -> None:
         """Remove what says that there is work. What stays is removed when a coordinator next looks for work."""

@@ -107,8 +107,8 @@ def draft(
         lane.fair.activate(batch_id, book.batches[batch_id].batch.tenant)
     ready = sum(len(r.positions) for mine in again.values() for r in mine)
     left = room.window - book.window_used(lane) + held
-    # As many as may be sent and as make the end of the work are counted, no more: there may be many batches.
-    unsent = _unsent(book, lane, wall, max(left, room.slots * room.target) + 1)
+    # As many as fill a chunk and as make the end of the work are counted, no more: there may be many batches.
+    unsent = _unsent(book, lane, wall, max(2, room.slots) * room.target + 1)
     fresh = max(0, min(unsent, left))
     if not ready and not fresh:
         lane.partial_since = None

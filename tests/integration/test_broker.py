@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,8 @@ from common.errors import Unreachable
 from common.live import LiveState, WorkerFacts
 from common.serializer import CONTENT_TYPE
 from common.settings import Settings, load
-from tests.support.brokers import Broker, RabbitBroker
+from tests.conftest import make_fleet_env
+from tests.support.brokers import Broker, RabbitBroker, RedisBroker
 from tests.support.ports import wait_until
 
 
@@ -87,6 +89,18 @@ def test_a_queue_that_vanished_fails_the_publish(
     publisher.publish("results.0", b"found")  # declares it again
     publisher.close()
     rabbit_broker.wait_depth("results.0", ready=1)
+
+
+def test_a_redis_channel_makes_one_client_for_each_pool(redis_broker: RedisBroker, tmp_path: Path) -> None:
+    settings = load(env=make_fleet_env(tmp_path, redis_broker.url, redis_broker.state_url))
+    with connect(settings) as connection:
+        channel = connection.default_channel
+        with channel.conn_or_acquire() as first, channel.conn_or_acquire() as second:
+            assert first is second
+        channel._disconnect_pools()  # what kombu does to a channel that it closes
+        with channel.conn_or_acquire() as third:
+            assert third is not first
+            assert third.ping()
 
 
 def test_live_state_notices_a_wipe(broker: Broker, fleet_settings: Settings) -> None:
