@@ -6,7 +6,8 @@ each stage and end to end, CPU microseconds per request of each role, and each r
 
 With `--stream N`, one client submits the file N times, one after the other, as N batches: then the intake of a batch
 overlaps with the dispatch of the one before and the assembly of the one before that. With `--flame DIR`, py-spy
-(`pip install py-spy`) samples each process; `DIR/<broker>-<role>.svg` are flame graphs.
+(`pip install py-spy`) samples each process; `DIR/<broker>-<role>.svg` are flame graphs; `--threads` prints the CPU time
+of each thread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.sampling import Flames, Threads
 from common.live import LiveState
 from common.settings import load
 from tests.conftest import ECHO_MODEL, make_fleet_env
@@ -97,49 +98,24 @@ def broker_of(kind: str, folder: Path) -> Iterator[tuple[Broker, dict[str, int]]
             )
 
 
-class Flames:
-    """py-spy on each process of a run: one flame graph a role, of all threads, of the moments with the GIL."""
-
-    def __init__(self, folder: Path | None, kind: str) -> None:
-        self._folder = folder
-        self._kind = kind
-        self._running: list[subprocess.Popen[bytes]] = []
-
-    def watch(self, role: str, pid: int) -> None:
-        """Sample a process from now on, until `close` or its end."""
-        if self._folder is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        argv = ["py-spy", "record", "--pid", str(pid), "--rate", "250", "--gil", "--function", "--threads"]
-        argv += ["--format", "flamegraph", "--output", str(self._folder / f"{self._kind}-{role}.svg")]
-        self._running.append(subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-
-    def close(self) -> None:
-        """Let every py-spy write what it saw."""
-        for process in self._running:
-            process.send_signal(signal.SIGINT)
-        for process in self._running:
-            process.wait(60)
-        self._running.clear()
-
-
-def run(kind: str, requests: int, chunk: int, window: int, stream: int, flames: Path | None) -> dict[str, Any]:
-    """One measured run on one broker; a dictionary of figures. `stream`: batches of a stream, 0: one batch."""
+def run(options: argparse.Namespace, kind: str, requests: int) -> dict[str, Any]:
+    """One measured run on one broker; a dictionary of figures."""
+    stream = options.stream
     with tempfile.TemporaryDirectory(prefix="bm-bench-") as name:
         folder = Path(name)
         source = folder / "input.jsonl"
         write_input(source, requests)
         with broker_of(kind, folder) as (broker, broker_pids):
             env = make_fleet_env(folder, broker.url, broker.state_url) | {
-                "BATCHMILL_SCHEDULER_CHUNK_REQUESTS": str(chunk),
+                "BATCHMILL_SCHEDULER_CHUNK_REQUESTS": str(options.chunk),
                 "BATCHMILL_SCHEDULER_CHUNK_BYTES": str(4 << 20),
-                "BATCHMILL_SCHEDULER_QUEUE_SIZE": str(window),
+                "BATCHMILL_SCHEDULER_QUEUE_SIZE": str(options.window),
                 "BATCHMILL_TELEMETRY_LOG_LEVEL": "warning",
                 "BATCHMILL_ECHO_MAX_NUM_SEQS": "1024",
             }
             (folder / "processes").mkdir()
             processes = Processes(folder / "processes")
-            flame = Flames(flames, kind)
+            flame = Flames(options.flame, kind)
             try:
                 coordinator = processes.coordinator(env)
                 worker = processes.worker(env, ECHO_MODEL)
@@ -149,6 +125,8 @@ def run(kind: str, requests: int, chunk: int, window: int, stream: int, flames: 
                 flame.watch("worker", worker.children()[0].pid)
                 usages = {name: Usage(pid) for name, pid in broker_pids.items()}
                 usages |= {"coordinator": Usage(coordinator.pid), "worker": Usage(worker.pid)}
+                names = {"coordinator": coordinator.pid, "worker": worker.children()[0].pid} if options.threads else {}
+                threads = {role: Threads(pid) for role, pid in names.items()}
                 if stream:
 
                     def check() -> None:
@@ -158,6 +136,12 @@ def run(kind: str, requests: int, chunk: int, window: int, stream: int, flames: 
                 else:
                     figures = _measure(env, source, folder, requests, usages, flame)
                 _still_alive(coordinator, worker)
+                total = figures["requests"]
+                figures["thread_us"] = {
+                    f"{role}: {name}": seconds / total * 1e6
+                    for role, of in threads.items()
+                    for name, seconds in of.used().items()
+                }
                 return figures
             finally:
                 flame.close()
@@ -307,6 +291,9 @@ def show(kind: str, figures: dict[str, Any]) -> None:
     for name, cost in figures["cpu_us"].items():
         print(f"  {name:<24}{cost:>14.1f}{figures['peak_mb'][name]:>12.0f}")
     print(f"  {'all roles':<24}{sum(figures['cpu_us'].values()):>14.1f}")
+    for name, cost in figures["thread_us"].items():
+        if cost >= 0.05:
+            print(f"    {name:<38}{cost:>8.2f}")
 
 
 def main() -> None:
@@ -317,6 +304,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=1024, help="requests a chunk (scheduler.chunk_requests)")
     parser.add_argument("--window", type=int, default=32768, help="scheduler.queue_size")
     parser.add_argument("--stream", type=int, default=0, metavar="N", help="N batches of that size, one after another")
+    parser.add_argument("--threads", action="store_true", help="CPU of each thread too (with py-spy)")
     parser.add_argument("--flame", type=Path, metavar="DIR", help="sample each process with py-spy")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
@@ -324,7 +312,7 @@ def main() -> None:
     collected = []
     for requests in options.requests:
         for kind in options.brokers:
-            figures = run(kind, requests, options.chunk, options.window, options.stream, options.flame)
+            figures = run(options, kind, requests)
             show(kind, figures)
             collected.append({"broker": kind, **figures})
     if options.json:
