@@ -31,13 +31,14 @@ class Sample(NamedTuple):
 
 
 class Sampler(threading.Thread):
-    """Writes samples until the process ends."""
+    """Writes samples until it is closed, or the process ends."""
 
     def __init__(self, path: Path, running: Callable[[], int], outstanding: Callable[[], int]) -> None:
         super().__init__(name="sampler", daemon=True)
         self._path = path
         self._running = running
         self._outstanding = outstanding
+        self._ended = threading.Event()
         self.finished = 0
 
     def run(self) -> None:
@@ -45,7 +46,13 @@ class Sampler(threading.Thread):
         with open(self._path, "a", encoding="ascii", buffering=1) as file:
             while True:
                 file.write(f"{time.monotonic():.3f} {self._running()} {self._outstanding()} {self.finished}\n")
-                time.sleep(LOOK_S)
+                if self._ended.wait(LOOK_S):
+                    return
+
+    def close(self) -> None:
+        """Take no more samples."""
+        self._ended.set()
+        self.join()
 
 
 def read(path: Path) -> list[Sample]:
