@@ -9,7 +9,7 @@ from collections.abc import Callable
 from common.store import LocalStore, Store
 
 #: Seconds between two glances at a local disk; one is a `stat` of some microseconds.
-GLANCE_S = 0.02
+GLANCE_S = 0.04
 
 
 class Changes:
