@@ -69,7 +69,8 @@ def tune(
         # Found out before an hour of measuring, not after it.
         text = where.read_bytes().decode("utf-8")
         edit.with_values(text, name, {key: getattr(now, key) for key in NAMES}, "", str(where))
-    typer.echo(f"{name}: {len(points)} engines, one after the other, each with {count} requests of {sample}", err=True)
+    engines = f"{len(points)} engines, one after the other" if len(points) > 1 else "one engine"
+    typer.echo(f"{name}: {engines}, {count} requests of {sample} each", err=True)
     lines = _Table(chunks=chunk_requests is not None)
     with terminated_like_interrupted():
         measured = sweep.run(
