@@ -81,7 +81,7 @@ class Scheduler(msgspec.Struct, **Strict):
     chunk_requests: int = 256
     #: Bytes of rows a chunk carries, at most (one larger request still goes, alone).
     chunk_bytes: int = 1 << 20
-    #: Milliseconds the coordinator waits for more before it sends a chunk that is not full.
+    #: Milliseconds the coordinator waits for more before it sends a chunk that is not full, while workers have others.
     timeout_ms: int = 50
     #: Attempts after the first, for what may be retried.
     retry_times: int = 3

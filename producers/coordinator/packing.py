@@ -120,7 +120,8 @@ def draft(
             return Wait(until)  # The window is full: what comes back makes room for a whole chunk.
         if lane.partial_since is None:
             lane.partial_since = now
-        if now < lane.partial_since + wait_s:
+        # Where nothing is out, workers wait, and that costs more than a chunk that is not full.
+        if out and now < lane.partial_since + wait_s:
             return Wait(min(until, lane.partial_since + wait_s))
     lane.partial_since = None
     picks = _pack(book, lane, again, size, fresh, wall)

@@ -197,12 +197,14 @@ def test_batches_with_other_time_limits_do_not_share_a_chunk() -> None:
 
 
 def test_a_partial_chunk_waits_for_more() -> None:
-    bench = Bench(batch_of("a", 3))
+    bench = Bench(batch_of("a", 3), batch_of("b", 3, timeout_s=5.0))
+    # Not while workers have nothing else to do.
+    assert bench.positions(str(bench.send(wait_s=0.05))) == [0, 1, 2]
     waiting = bench.send(wait_s=0.05)
     assert isinstance(waiting, Wait)
     assert waiting.until == pytest.approx(100.05)
     bench.now = 100.06
-    assert bench.positions(str(bench.send(wait_s=0.05))) == [0, 1, 2]
+    assert bench.positions(str(bench.send(wait_s=0.05)), "b") == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("workers", "sizes"), [(1, [8, 8, 4]), (2, [4, 3, 3, 2, 2, 2, 2, 2])])
