@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import psutil
 from celery import Celery
 
 from benchmarks.peers import naive_celery
@@ -68,6 +70,21 @@ def environment() -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
 
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Kill the process afterwards, and what it started: an engine's processes outlive a parent that is killed."""
+    below: list[psutil.Process] = []
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = psutil.Process(process.pid).children(recursive=True)
+        for one in (process, *below):
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                one.kill()
+        process.wait(30)
+
+
 class RunBatch:
     """vLLM's batch command: one process a file."""
 
@@ -88,12 +105,13 @@ class RunBatch:
         argv += ["--model", str(self._place.model), "--served-model-name", self._place.served_name, *flags]
         started = time.monotonic()
         process = self._place.processes.python("run_batch", *argv, env=environment())
-        process.wait_line("Reading batch from", PATIENCE_S)
-        reading = time.monotonic()
-        process.wait_line("Writing outputs to local file", PATIENCE_S)
-        written = time.monotonic()
-        if process.wait(PATIENCE_S) != 0:
-            raise SystemExit(f"{self.name} failed:\n" + "\n".join(process.lines[-30:]))
+        with _ended(process.popen):
+            process.wait_line("Reading batch from", PATIENCE_S)
+            reading = time.monotonic()
+            process.wait_line("Writing outputs to local file", PATIENCE_S)
+            written = time.monotonic()
+            if process.wait(PATIENCE_S) != 0:
+                raise SystemExit(f"{self.name} failed:\n" + "\n".join(process.lines[-30:]))
         return Took(written - reading, time.monotonic() - started)
 
     def close(self) -> None:
@@ -140,13 +158,8 @@ class LlmChat:
 
     def close(self) -> None:
         """End the engine."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        with _ended(self._process):
+            pass
 
 
 class NaiveCelery:
@@ -175,7 +188,8 @@ class NaiveCelery:
     def close(self) -> None:
         """End the worker; with an engine in it, it does not end when it is told to."""
         self._celery.close()
-        self._process.kill()
+        with _ended(self._process.popen):
+            pass
 
 
 class RayData:
@@ -197,11 +211,12 @@ class RayData:
         started = time.monotonic()
         env = environment() | {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         process = place.processes.start("ray", argv, env=env)
-        process.wait_line(r"init engine \(.*\) took", PATIENCE_S)
-        up = time.monotonic()
-        process.wait_line("^WRITTEN", PATIENCE_S)
-        written = time.monotonic()
-        process.wait(PATIENCE_S)
+        with _ended(process.popen):
+            process.wait_line(r"init engine \(.*\) took", PATIENCE_S)
+            up = time.monotonic()
+            process.wait_line("^WRITTEN", PATIENCE_S)
+            written = time.monotonic()
+            process.wait(PATIENCE_S)
         return Took(written - up, written - started)
 
     def close(self) -> None:
