@@ -79,8 +79,9 @@ def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             below = psutil.Process(process.pid).children(recursive=True)
-        for one in (process, *below):
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        process.kill()
+        for one in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         process.wait(30)
 
