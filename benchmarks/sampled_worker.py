@@ -90,8 +90,8 @@ def main() -> None:
         sampler.start()
 
     @functools.wraps(finish)
-    def finished(self: chunk.ChunkWork, row: int, tried: Tried) -> None:
-        finish(self, row, tried)
+    def finished(self: chunk.ChunkWork, row: int, tried: Tried, *, shared: bool = False) -> None:
+        finish(self, row, tried, shared=shared)
         samplers[0].finished += 1
 
     node.Node.open_lane = opened  # type: ignore[method-assign]

@@ -40,6 +40,11 @@ _IGNORED_IN_RESPONSES = frozenset({"model", "stream", "stream_options", "priorit
 _STATEFUL = frozenset({"previous_response_id", "previous_input_messages", "conversation"})
 
 
+def may_be_determined(url: int, body: bytes) -> bool:
+    """False when `determined` is, told without reading the body; most sampled requests are."""
+    return url in _NO_SAMPLING or b'"temperature"' in body or b'"seed"' in body
+
+
 def determined(url: int, fields: dict[str, Any]) -> bool:
     """True when the engine gives this request one answer: nothing is sampled, or the sampling is seeded."""
     if any(fields.get(name) is not None for name in _STATEFUL):

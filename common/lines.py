@@ -14,14 +14,17 @@ from common.ids import result_id
 
 
 class Marks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What we add to a line: the exact model version, how many attempts it took, whether the result cache answered.
+    """What we add to a line: the exact model version, how many attempts it took, and where the answer is from.
 
-    `fingerprint` stands for all that decides the engine's answers; lines of one fingerprint are comparable.
+    `cached`: the result cache had it; false: it was asked in vain; None: it was not asked. `shared`: it was computed
+    for an equal request at that moment. `fingerprint` stands for all that decides the engine's answers; lines of one
+    fingerprint are comparable.
     """
 
     model: str
     attempts: int = 1
-    cached: bool = False
+    cached: bool | None = None
+    shared: bool = False
     fingerprint: str = ""
 
 
@@ -59,6 +62,8 @@ def error_line(batch_id: str, index: int, custom_id: bytes, code: str, message: 
     )
 
 
-def encode_marks(model: str, attempts: int = 1, cached: bool = False, fingerprint: str = "") -> bytes:
+def encode_marks(
+    model: str, attempts: int = 1, *, cached: bool | None = None, shared: bool = False, fingerprint: str = ""
+) -> bytes:
     """Encoded `Marks`; callers keep the bytes, since most lines of a chunk share them."""
-    return _encode(Marks(model=model, attempts=attempts, cached=cached, fingerprint=fingerprint))
+    return _encode(Marks(model=model, attempts=attempts, cached=cached, shared=shared, fingerprint=fingerprint))

@@ -83,12 +83,19 @@ class Kind(IntEnum):
 
 
 class Usage(msgspec.Struct, array_like=True):
-    """Sums over the results of one part, in tokens (`cache_hits`: requests answered by the result cache)."""
+    """Sums over the answers of one part: tokens, and how many requests were answered in which way.
+
+    `cache_hits` by the result cache, whose answers had `cache_bytes` in all; `cache_misses` by the engine after the
+    cache was asked in vain; `shared` by what was computed for an equal request at that moment.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     cache_hits: int = 0
+    cache_misses: int = 0
+    cache_bytes: int = 0
+    shared: int = 0
 
 
 class Part(msgspec.Struct, array_like=True):

@@ -45,8 +45,12 @@ CHUNK_SECONDS = Histogram(
 )
 RESULTS_SENT = Counter("batchmill_results_sent", "Results published and confirmed.", ["model", "kind"])
 TOKENS = Counter("batchmill_tokens", "Tokens of answered requests.", ["model", "type"])
+REQUESTS_SHARED = Counter(
+    "batchmill_requests_shared", "Requests answered by what was computed for an equal one at that moment.", ["model"]
+)
 CACHE_HITS = Counter("batchmill_cache_hits", "Requests that the result cache answered.")
 CACHE_MISSES = Counter("batchmill_cache_misses", "Requests looked up in the result cache in vain.")
+CACHE_SERVED = Counter("batchmill_cache_served_bytes", "Bytes of answers that the result cache gave.")
 CACHE_WRITTEN = Counter("batchmill_cache_written", "Answers written to the result cache.")
 CACHE_DROPPED = Counter("batchmill_cache_dropped", "Answers not kept: cache full or away, or the answer too large.")
 CACHE_FAILURES = Counter("batchmill_cache_failures", "Times the result cache did not answer.")
@@ -81,8 +85,10 @@ CATALOGUE = (
     CHUNK_SECONDS,
     RESULTS_SENT,
     TOKENS,
+    REQUESTS_SHARED,
     CACHE_HITS,
     CACHE_MISSES,
+    CACHE_SERVED,
     CACHE_WRITTEN,
     CACHE_DROPPED,
     CACHE_FAILURES,

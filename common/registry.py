@@ -51,6 +51,8 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hardware: Hardware = msgspec.field(default_factory=Hardware)
     #: Which answers the result cache keeps: `determined`, `all` (sampled ones too), or `off`.
     cache: Literal["determined", "all", "off"] = "determined"
+    #: Asked once when an engine starts: texts, lists of messages, requests, `file: PATH` (`workers.engine.warm_up`).
+    warm_up: list[str | list[dict[str, Any]] | dict[str, Any]] = []
     #: Measured rates, for estimates; None: no estimate of time and cost.
     rates: Rates | None = None
 

@@ -26,12 +26,19 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
-    """Tokens of all answers so far, and how many requests the result cache answered."""
+    """Of all answers so far: tokens, and how many are from the result cache or were shared.
+
+    `cache_misses` were computed after the cache was asked in vain; `cache_bytes` are of the answers that it gave;
+    `shared` got what was computed for an equal request at that moment.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     cache_hits: int
+    cache_misses: int = 0
+    cache_bytes: int = 0
+    shared: int = 0
 
 
 class BatchView(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +100,7 @@ def view(batch: Batch, status: Status, reason: str | None) -> BatchView:
         request_counts=RequestCounts(batch.requests, counts.completed, counts.failed),
         in_flight=status.in_flight,
         resent=status.resent,
-        usage=TokenUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.cache_hits),
+        usage=TokenUsage(**msgspec.structs.asdict(usage)),
         input=batch.input,
         created_at=batch.created_at,
         started_at=status.started_at,

@@ -97,6 +97,11 @@ class Breadcrumb:
         _SLOT.pack_into(self._map, self._slots_at + slot * _SLOT.size, batch, chunk, position, 1)
         return slot
 
+    def rename(self, slot: int, chunk: int, batch: bytes, position: int) -> None:
+        """What is inside is another request's now: the one that it was begun for is given up."""
+        if slot >= 0 and chunk >= 0:
+            _SLOT.pack_into(self._map, self._slots_at + slot * _SLOT.size, batch, chunk, position, 1)
+
     def leave(self, slot: int) -> None:
         """A request is answered, aborted or failed."""
         if slot >= 0:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from common.lines import encode_marks
 from common.messages import TOO_LATE, VERSION, Chunk, Failure, Kind, Results, Row
 from common.urls import URLS
 from workers.abort import Abort
@@ -22,7 +21,7 @@ from workers.engine.base import Answer, BulkEngine, EngineDead
 from workers.engine_thread import EngineThread
 from workers.lane import Lane
 from workers.outcome import judge
-from workers.results import Done, parts
+from workers.results import Done, Source, marks, parts
 
 #: Results are sent when this many, or this many bytes of them, or this many seconds have come together.
 FLUSH_RESULTS = 256
@@ -63,6 +62,8 @@ class ChunkWork:
         self._batches = [s.batch for s in chunk.slices]
         self._names = [s.batch.encode() for s in chunk.slices]
         self._open = bytearray(b"\1" * len(self._rows))
+        self._source = bytearray(len(self._rows))
+        self._flights: dict[int, bytes] = {}
         self._left = len(self._rows)
         self._done: deque[Done] = deque()
         self._bulk: list[Answer] = []
@@ -97,7 +98,15 @@ class ChunkWork:
         if outcome.kind is Kind.OUTPUT:
             self._open[row] = 0
             self._left -= 1
-            self._done.append(Done(part, wanted, Tried(200, body, outcome), cached=True))
+            self._done.append(Done(part, wanted, Tried(200, body, outcome), Source.CACHE))
+
+    def missed(self, row: int) -> None:
+        """Before `start`: the result cache was asked for this row in vain."""
+        self._source[row] = Source.MISSED
+
+    def may_share(self, row: int, flight: bytes) -> None:
+        """Before `start`: rows with the same `flight` have one answer."""
+        self._flights[row] = flight
 
     def abort(self, reason: Abort) -> None:
         """Give up what is not finished. The first reason stands."""
@@ -146,7 +155,7 @@ class ChunkWork:
         for number, answer in zip(self._bulk_rows, answers, strict=True):
             part, row = self._rows[number]
             tried = Tried(answer.status, answer.body, judge(row.url, answer.status, answer.body))
-            self._done.append(Done(part, row, tried))
+            self._done.append(Done(part, row, tried, self._source[number]))
 
     # On the engine's loop.
 
@@ -162,13 +171,21 @@ class ChunkWork:
         part, wanted = self._rows[row]
         return self._number, self._names[part], wanted.pos
 
-    def finish(self, row: int, tried: Tried) -> None:
+    def flight(self, row: int) -> bytes | None:
+        """See `lane.Work`."""
+        return self._flights.get(row)
+
+    def alone(self, row: int) -> None:
+        """See `lane.Work`."""
+        self._flights.pop(row, None)
+
+    def finish(self, row: int, tried: Tried, *, shared: bool = False) -> None:
         """See `lane.Work`."""
         if not self._open[row]:
             return
         self._open[row] = 0
         part, wanted = self._rows[row]
-        self._done.append(Done(part, wanted, tried))
+        self._done.append(Done(part, wanted, tried, Source.SHARED if shared else self._source[row]))
         self._count += 1
         self._bytes += len(tried.body)
         self._left -= 1
@@ -226,13 +243,7 @@ class ChunkRun:
         self._began = time.monotonic()
         self._batches = [s.batch for s in chunk.slices]
         self._memory = memory
-        self._marks = [
-            (
-                encode_marks(chunk.model, s.attempt, fingerprint=fingerprint),
-                encode_marks(chunk.model, s.attempt, cached=True, fingerprint=fingerprint),
-            )
-            for s in chunk.slices
-        ]
+        self._marks = [marks(chunk.model, s.attempt, fingerprint) for s in chunk.slices]
 
     @property
     def batches(self) -> set[str]:

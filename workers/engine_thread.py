@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from common import logs
@@ -32,8 +32,15 @@ class EngineThread:
     `on_death(reason)` is called on the engine's loop, once, when the engine is found dead or its loop breaks.
     """
 
-    def __init__(self, make: Callable[[], Engine], on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        on_death: Callable[[str], None],
+        prepare: Callable[[Engine], Awaitable[None]] | None = None,
+    ) -> None:
+        """`prepare` is awaited once the engine runs and before it counts as ready."""
         self._make = make
+        self._prepare = prepare
         self._on_death = on_death
         self._engine: Engine | None = None
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -140,6 +147,8 @@ class EngineThread:
         try:
             engine = self._make()
             await engine.start()
+            if self._prepare is not None:
+                await self._ready_or_stopped(engine, self._prepare)
         except BaseException as exc:
             self._fail(exc)
             return
@@ -155,6 +164,14 @@ class EngineThread:
                 return
             except Exception as exc:
                 log.warning("the engine's health check failed", error=type(exc).__name__)
+
+    async def _ready_or_stopped(self, engine: Engine, prepare: Callable[[Engine], Awaitable[None]]) -> None:
+        try:
+            await prepare(engine)
+        except BaseException:
+            # It is up and nobody will ever know it, so nobody else would stop it.
+            await engine.stop()
+            raise
 
     def _fail(self, exc: BaseException) -> None:
         if self._ready.done():

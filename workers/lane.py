@@ -2,6 +2,9 @@
 
 Twice `max_num_seqs` inside keeps the engine's own batch full from one step to the next; more would only wait in there,
 where its time already counts against the request's timeout.
+
+Equal requests with one answer go in once (`workers.cache.single_flight`): the others wait beside the queue, take no
+place in the engine and are not counted, so that it is kept full of requests that are computed.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from common.messages import Kind
 from workers.attempt import Tried, attempt
 from workers.breadcrumb import Breadcrumb
+from workers.cache.single_flight import SingleFlight
 from workers.engine.base import Engine, EngineDead
 from workers.engine_thread import EngineThread
 
@@ -34,13 +39,32 @@ class Work(Protocol):
         """Position of the url in `URLS`, and body; None when the row is no longer wanted."""
         ...
 
-    def finish(self, row: int, tried: Tried) -> None:
-        """Take the outcome of a row."""
+    def flight(self, row: int) -> bytes | None:
+        """Rows with the same one have one answer; None: this row has to be computed for itself."""
+        ...
+
+    def alone(self, row: int) -> None:
+        """From now on `flight` is None: the computation that this row waited for has failed."""
+        ...
+
+    def finish(self, row: int, tried: Tried, *, shared: bool = False) -> None:
+        """Take the outcome of a row. `shared`: it is another row's."""
         ...
 
     def names(self, row: int) -> tuple[int, bytes, int]:
         """For the breadcrumb: the chunk's number there, the batch's id, and the row's position."""
         ...
+
+
+class _Run:
+    """One computation in the engine; whose it is changes when its leader is given up."""
+
+    __slots__ = ("member", "slot", "task")
+
+    def __init__(self, member: tuple[Work, int], slot: int) -> None:
+        self.member = member
+        self.slot = slot
+        self.task: asyncio.Task[None] | None = None
 
 
 class Lane:
@@ -57,13 +81,17 @@ class Lane:
         self._engine: Engine = thread.engine
         self.limit = inside_limit(self._engine.facts().max_num_seqs)
         self._waiting: deque[tuple[Work, int]] = deque()
-        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._runs: dict[tuple[Work, int], _Run] = {}
+        self._flights: SingleFlight[tuple[Work, int]] = SingleFlight()
         #: Requests that are in the engine.
         self.inside = 0
 
     @property
     def outstanding(self) -> int:
-        """Requests inside the engine or before it; enough of them while a request keeps the others out."""
+        """Requests inside the engine or before it; enough of them while a request keeps the others out.
+
+        Those that wait for an equal one's answer are neither.
+        """
         count = self.inside + len(self._waiting)
         return max(count, self.limit) if self.isolating else count
 
@@ -81,10 +109,24 @@ class Lane:
         self._pump()
 
     def drop(self, work: Work, row: int) -> None:
-        """Abort a row inside the engine; one that still waits is passed over, since `request` says None by then."""
-        task = self._tasks.get((id(work), row))
-        if task is not None:
-            task.cancel()
+        """Give up a row. Inside the engine it is aborted, unless a row that waits for the same answer takes it over.
+
+        One that is still in the queue is passed over, since `request` says None by then.
+        """
+        successor = self._flights.leave((work, row))
+        run = self._runs.get((work, row))
+        if run is None:
+            return
+        if successor is None:
+            assert run.task is not None
+            run.task.cancel()
+            return
+        del self._runs[run.member]
+        run.member = successor
+        self._runs[successor] = run
+        if self._crumb is not None:
+            # Should the engine end now, this is whose request was inside.
+            self._crumb.rename(run.slot, *successor[0].names(successor[1]))
 
     def _pump(self) -> None:
         while self.inside < self.limit and self._waiting:
@@ -93,20 +135,23 @@ class Lane:
                 return  # What came before it has to be answered first.
             if self.inside and work.isolated and self.inside >= work.isolated:
                 return
-            self._waiting.popleft()
+            member = self._waiting.popleft()
             asked = work.request(row)
             if asked is None:
+                continue
+            flight = work.flight(row)
+            if flight is not None and not self._flights.join(flight, member):
                 continue
             self.inside += 1
             self._isolated = work if work.isolated else None
             # Before it is anywhere near the engine.
             slot = self._crumb.enter(*work.names(row)) if self._crumb is not None else -1
-            key = id(work), row
-            self._tasks[key] = self._thread.loop.create_task(self._ask(work, row, asked, key, slot))
+            run = self._runs[member] = _Run(member, slot)
+            run.task = self._thread.loop.create_task(self._ask(run, asked, work.timeout_s))
 
-    async def _ask(self, work: Work, row: int, asked: tuple[int, bytes], key: tuple[int, int], slot: int) -> None:
+    async def _ask(self, run: _Run, asked: tuple[int, bytes], timeout_s: float) -> None:
         try:
-            tried = await attempt(self._engine, asked[0], asked[1], work.timeout_s)
+            tried = await attempt(self._engine, asked[0], asked[1], timeout_s)
         except EngineDead as exc:
             self._thread.report_death(str(exc))
         except asyncio.CancelledError:
@@ -114,18 +159,32 @@ class Lane:
             pass
         else:
             if not self._thread.dead:
-                work.finish(row, tried)
+                self._finish(run.member, tried)
         finally:
             self.inside -= 1
-            del self._tasks[key]
+            del self._runs[run.member]
             if not self.inside:
                 self._isolated = None
             if self._crumb is not None and not self._thread.dead:
                 # Of a dead engine all that were inside stay named, whichever hears of its death first.
-                self._crumb.leave(slot)
+                self._crumb.leave(run.slot)
             self._pump()
             if self.outstanding < self.limit:
                 self._tell()
+
+    def _finish(self, member: tuple[Work, int], tried: Tried) -> None:
+        """The outcome is the leader's, and also of those who waited when it is final; else each of them tries."""
+        waited = self._flights.end(member)
+        work, row = member
+        work.finish(row, tried)
+        if tried.outcome.kind is not Kind.RETRY:
+            for work, row in waited:
+                work.finish(row, tried, shared=True)
+            return
+        for work, row in waited:
+            work.alone(row)
+        # They came before what is queued now.
+        self._waiting.extendleft(reversed(waited))
 
     def _tell(self) -> None:
         now = time.monotonic()

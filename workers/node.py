@@ -33,7 +33,7 @@ from workers.cache.key import Space
 from workers.cache.memory import Memory
 from workers.cache.result_cache import ResultCache
 from workers.chunk import ChunkRun, ChunkWork
-from workers.engine import loader
+from workers.engine import loader, warm_up
 from workers.engine.base import EngineStats
 from workers.engine_thread import EngineThread
 from workers.health import Health, Verdict
@@ -89,7 +89,14 @@ class Node:
         self.failure: BatchmillError | None = None
         self.runs: dict[str, ChunkRun] = {}
         self.outbox = Outbox(settings)
-        self.thread = EngineThread(lambda: loader.load(settings, registry, model), self._engine_died)
+        self._entry = registry.get(model)
+        # Now, since a mistake in them would be found only after the weights were loaded.
+        warm = warm_up.prompts(model, self._entry, registry.where)
+        self.thread = EngineThread(
+            lambda: loader.load(settings, registry, model),
+            self._engine_died,
+            lambda engine: warm_up.run(engine, model, warm, settings.inference.request_timeout_s),
+        )
         self._lane: Lane | None = None
         self._chunks, self._results = codecs(settings)
         #: Called, from any thread, when the engine runs low on requests.
@@ -97,7 +104,6 @@ class Node:
         #: Chunks that have ended so far.
         self.ended = 0
         self._answered: OrderedDict[str, None] = OrderedDict()
-        self._entry = registry.get(model)
         self._space = Space(model, "")
         self._cache = ResultCache(settings, model) if settings.cache.url and self._entry.cache != "off" else None
         if self._cache is not None:
@@ -304,10 +310,10 @@ class Node:
             return None
 
     def _memory_for(self, chunk: Chunk) -> Memory | None:
-        if self._cache is None or chunk.cache == "off":
-            return None
-        tenants = [part.tenant for part in chunk.slices]
-        return Memory(self._cache, self._space, tenants, read=chunk.cache != "write", write=chunk.cache != "read")
+        cache = self._cache if chunk.cache != "off" else None
+        # An engine that answers in bulk takes a whole chunk in one call; suspects are judged each for itself.
+        share = self._entry.cache != "off" and self.counts_outstanding and not chunk.isolated
+        return Memory(cache, self._space, chunk, share=share) if cache is not None or share else None
 
     def _send(self, chunk: Chunk, results: Results) -> None:
         queue = chunk.reply_to
@@ -316,7 +322,7 @@ class Node:
         if all(part.attempt == 1 for part in chunk.slices):
             # What was tried before has failed before: that says nothing of this machine.
             bad = sum(part.kind.count(Kind.RETRY) for part in results.parts)
-            asked = sum(len(part.kind) - part.usage.cache_hits for part in results.parts)
+            asked = sum(len(part.kind) - part.usage.cache_hits - part.usage.shared for part in results.parts)
             with self._lock:
                 self.health.note(asked - bad, bad)
 
@@ -329,6 +335,8 @@ class Node:
             metrics.TOKENS.labels(model=self.model, type="prompt").inc(part.usage.prompt_tokens)
             metrics.TOKENS.labels(model=self.model, type="completion").inc(part.usage.completion_tokens)
             metrics.TOKENS.labels(model=self.model, type="cached").inc(part.usage.cached_tokens)
+            metrics.REQUESTS_SHARED.labels(model=self.model).inc(part.usage.shared)
+            metrics.CACHE_SERVED.inc(part.usage.cache_bytes)
         if results.done:
             metrics.CHUNK_SECONDS.labels(model=self.model).observe(results.elapsed_s)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+from functools import lru_cache
+
 import msgspec
 import numpy as np
 
-from common.lines import answer_line, error_line
+from common.lines import answer_line, encode_marks, error_line
 from common.messages import Kind, Part, Row, Usage
 from workers.attempt import Tried
 from workers.outcome import Outcome
@@ -25,31 +28,49 @@ _MESSAGES = {
 }
 
 
+class Source(IntEnum):
+    """Where the outcome of a row is from; a place in what `marks` gives."""
+
+    ENGINE = 0
+    #: From the engine, after the result cache was asked in vain.
+    MISSED = 1
+    CACHE = 2
+    #: Computed for an equal request.
+    SHARED = 3
+
+
 class Done(msgspec.Struct, frozen=True, gc=False):
     """A finished row: `part` says which of the chunk's slices it belongs to."""
 
     part: int
     row: Row
     tried: Tried
-    #: The result cache had it.
-    cached: bool = False
+    source: int = Source.ENGINE
 
 
-def parts(done: list[Done], batches: list[str], marks: list[tuple[bytes, bytes]], timeout_s: float) -> list[Part]:
-    """The parts of one message out of finished rows.
+@lru_cache(maxsize=256)
+def marks(model: str, attempt: int, fingerprint: str) -> tuple[bytes, ...]:
+    """The encoded `Marks` of a slice's answers, by `Source`."""
+    return (
+        encode_marks(model, attempt, fingerprint=fingerprint),
+        encode_marks(model, attempt, cached=False, fingerprint=fingerprint),
+        encode_marks(model, attempt, cached=True, fingerprint=fingerprint),
+        encode_marks(model, attempt, shared=True, fingerprint=fingerprint),
+    )
 
-    `batches` and `marks` are per slice; `marks` is the encoded `Marks` of an engine's answer and of a cached one.
-    """
+
+def parts(done: list[Done], batches: list[str], marked: list[tuple[bytes, ...]], timeout_s: float) -> list[Part]:
+    """The parts of one message out of finished rows. `batches` and `marked` (see `marks`) are per slice."""
     by_batch: dict[str, list[Done]] = {}
     if len(batches) == 1:
         by_batch = {batches[0]: done} if done else {}
     else:
         for one in done:
             by_batch.setdefault(batches[one.part], []).append(one)
-    return [_part(batch, mine, marks, timeout_s) for batch, mine in by_batch.items()]
+    return [_part(batch, mine, marked, timeout_s) for batch, mine in by_batch.items()]
 
 
-def _part(batch: str, done: list[Done], marks: list[tuple[bytes, bytes]], timeout_s: float) -> Part:
+def _part(batch: str, done: list[Done], marked: list[tuple[bytes, ...]], timeout_s: float) -> Part:
     usage = Usage()
     kinds = bytearray()
     lines: list[bytes] = []
@@ -57,17 +78,19 @@ def _part(batch: str, done: list[Done], marks: list[tuple[bytes, bytes]], timeou
         tried, row = one.tried, one.row
         body, outcome = tried.body, tried.outcome
         if outcome.kind is _OUTPUT and len(body) <= MAX_ANSWER_BYTES and b"\n" not in body:
-            lines.append(answer_line(batch, row.index, row.custom_id, tried.status, body, marks[one.part][one.cached]))
+            mark = marked[one.part][one.source]
+            lines.append(answer_line(batch, row.index, row.custom_id, tried.status, body, mark))
         else:
             if len(body) > MAX_ANSWER_BYTES:
                 tried, outcome = _TOO_LARGE, _TOO_LARGE.outcome
-            lines.append(_line(batch, row, tried, marks[one.part][one.cached], timeout_s))
+            lines.append(_line(batch, row, tried, marked[one.part][one.source], timeout_s))
         kinds.append(outcome.kind)
         if outcome.kind is _OUTPUT:
             usage.prompt_tokens += outcome.prompt_tokens
             usage.completion_tokens += outcome.completion_tokens
             usage.cached_tokens += outcome.cached_tokens
-            usage.cache_hits += one.cached
+            if one.source:
+                _count(usage, one.source, len(body))
     return Part(
         batch=batch,
         pos=np.array([one.row.pos for one in done], dtype="<u4").tobytes(),
@@ -76,6 +99,16 @@ def _part(batch: str, done: list[Done], marks: list[tuple[bytes, bytes]], timeou
         lines=b"".join(lines),
         usage=usage,
     )
+
+
+def _count(usage: Usage, source: int, size: int) -> None:
+    if source == Source.CACHE:
+        usage.cache_hits += 1
+        usage.cache_bytes += size
+    elif source == Source.SHARED:
+        usage.shared += 1
+    else:
+        usage.cache_misses += 1
 
 
 def _line(batch: str, row: Row, tried: Tried, marks: bytes, timeout_s: float) -> bytes:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import Damaged
-from producers.batch_view import BatchView, look, recent
+from producers.batch_view import BatchView, TokenUsage, look, recent
 from producers.cli import say, surroundings, wording
 
 #: Columns that a list needs for ids that are whole.
@@ -75,7 +75,8 @@ def card(seen: BatchView, now: float, *, embedded: bool = False) -> Table:
         ("in flight", f"{seen.in_flight:,}" if seen.in_flight else None),
         ("sent again", f"{seen.resent:,}" if seen.resent else None),
         ("tokens", tokens),
-        ("cache hits", _hits(usage.cache_hits, counts.completed)),
+        ("cache hits", _hits(usage)),
+        ("shared", f"{usage.shared:,} answered by equal requests' answers" if usage.shared else None),
         ("metadata", _users(", ".join(f"{k}={v}" for k, v in seen.metadata.items()))),
         ("submitted", f"{wording.ago(now - seen.created_at)} ago"),
         ("took", _took(seen, now)),
@@ -125,8 +126,11 @@ def _columns(width: int, *, header: bool) -> Table:
     return table
 
 
-def _hits(hits: int, answers: int) -> str | None:
-    return f"{hits:,} ({hits / answers:.0%} of the answers)" if hits and answers else None
+def _hits(usage: TokenUsage) -> str | None:
+    asked = usage.cache_hits + usage.cache_misses
+    if not asked:
+        return None
+    return f"{usage.cache_hits:,} of {asked:,} asked for ({usage.cache_hits / asked:.0%}), {usage.cache_bytes:,} bytes"
 
 
 def _users(text: str | None) -> str | None:

@@ -146,6 +146,8 @@ def facts(seen: BatchView, pace: Pace) -> list[str]:
         said.append(rate(pace.tokens_per_s, "tok/s"))
     if seen.usage.cache_hits:
         said.append(f"{seen.usage.cache_hits:,} cache hits")
+    if seen.usage.shared:
+        said.append(f"{seen.usage.shared:,} shared")
     if pace.left_s is not None and not seen.final:
         said.append(f"{duration(pace.left_s)} left")
     return [*said, *standing(seen, time.time())]

@@ -27,11 +27,13 @@ class _Body(msgspec.Struct):
 
 
 class _Response(msgspec.Struct):
-    body: _Body | None = None
+    status_code: int = 0
+    body: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Marks(msgspec.Struct):
-    cached: bool = False
+    cached: bool | None = None
+    shared: bool = False
 
 
 class _Line(msgspec.Struct):
@@ -40,6 +42,7 @@ class _Line(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Line).decode
+_decode_body = msgspec.json.Decoder(_Body | None).decode
 
 
 def add_usage(total: Usage, more: Usage) -> None:
@@ -48,6 +51,9 @@ def add_usage(total: Usage, more: Usage) -> None:
     total.completion_tokens += more.completion_tokens
     total.cached_tokens += more.cached_tokens
     total.cache_hits += more.cache_hits
+    total.cache_misses += more.cache_misses
+    total.cache_bytes += more.cache_bytes
+    total.shared += more.shared
 
 
 def usage_of_part(part: Part, counted: Mask) -> Usage:
@@ -66,11 +72,18 @@ def usage_of_line(line: bytes) -> Usage:
     """What one result line says it used; nothing for a line without usage."""
     try:
         decoded = _decode(line)
+        response = decoded.response if decoded.response is not None and decoded.response.status_code < 300 else None
+        body = _decode_body(response.body) if response is not None else None
     except (msgspec.DecodeError, ValueError):
         return Usage()
-    cached = decoded.batchmill is not None and decoded.batchmill.cached
-    found = Usage(cache_hits=int(cached))
-    tokens = decoded.response.body.usage if decoded.response and decoded.response.body else None
+    found = Usage()
+    marks = decoded.batchmill
+    if marks is not None and response is not None:
+        found.shared = int(marks.shared)
+        found.cache_hits = int(marks.cached is True)
+        found.cache_misses = int(marks.cached is False)
+        found.cache_bytes = len(bytes(response.body)) if marks.cached else 0
+    tokens = body.usage if body is not None else None
     if tokens is not None:
         details = tokens.prompt_tokens_details or tokens.input_tokens_details
         found.prompt_tokens = tokens.prompt_tokens or tokens.input_tokens or 0

@@ -52,7 +52,8 @@ def test_answers_are_those_of_vllm_though_the_engine_ends_in_mid_batch(
     """Half of the requests are of /v1/responses, where an answer that was cut short calls itself completed."""
     env = make_fleet_env(tmp_path, redis_broker.url, redis_broker.state_url)
     # Few at a time, so that the batch lasts.
-    entry = {"source": demo_entry.source, "engine": demo_entry.engine | {"max_num_seqs": 4}}
+    warm_up = ["Story", [{"role": "user", "content": "Hello"}]]
+    entry = {"source": demo_entry.source, "engine": demo_entry.engine | {"max_num_seqs": 4}, "warm_up": warm_up}
     models = {demo_name: entry | {"hardware": {"gpus": 0, "cpu_kv_gb": 0.25}}}
     Path(env["BATCHMILL_MODELS"]).write_text(json.dumps({"default": demo_name, "models": models}))
     env["BATCHMILL_INFERENCE_ENGINE"] = "vllm"
@@ -77,6 +78,7 @@ def test_answers_are_those_of_vllm_though_the_engine_ends_in_mid_batch(
     worker = processes.worker(env, demo_name)
     batch = producers(env, "submit", str(file), "--detach")["id"]
     worker.wait_line("engine is ready", 200)
+    worker.wait_line(r"warmed up.*failed=0", 60)
     ended = engine_process(worker)
 
     def some_done() -> bool:

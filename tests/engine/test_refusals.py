@@ -50,12 +50,16 @@ def test_arguments_of_every_kind(settings: Settings) -> None:
         "hf_overrides": {"a": {"b": 1}},
         "compilation_config": {"mode": 0},
         "lora_modules": [{"name": "x", "path": "/x"}],
+        "kv_offloading_size": 4,
+        "kv_transfer_config": {"kv_connector_extra_config": {"spec": {"nested": [1]}}},
     }
     entry = ModelVersion(source="hf:org/name@1", engine=engine)
     args = arguments.parse("m@1", arguments.engine_values("m@1", entry, settings, Path("/m"), cpu=True))
     assert (args.enable_prefix_caching, args.enforce_eager, args.max_num_seqs) == (False, True, 3)
     assert args.hf_overrides == {"a": {"b": 1}}
     assert [lora.name for lora in args.lora_modules] == ["x"]
+    assert args.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert args.kv_transfer_config.kv_connector_extra_config == {"spec": {"nested": [1]}}
     assert (args.model, args.served_model_name) == ("/m", ["m@1", "m", "org/name"])
     assert args.enable_prompt_tokens_details
     assert not args.enable_log_requests
@@ -68,6 +72,13 @@ def check_refused(
         Running(name, entry, settings)
     assert "\n" not in str(raised.value)
     assert [p.name() for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM")] == []
+
+
+def test_offload_that_this_machine_cannot_do_is_refused_before_anything_is_loaded(
+    tiny_settings: Settings, model: Path
+) -> None:
+    entry = msgspec.structs.replace(tiny(model), engine={"kv_offloading_size": 1, "runner": "pooling"})
+    check_refused(entry, tiny_settings, UsageError, r"engine\.kv_offloading_size: .*cpu_kv_gb")
 
 
 def test_context_longer_than_the_model_has(tiny_settings: Settings, model: Path) -> None:

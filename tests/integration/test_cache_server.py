@@ -226,6 +226,19 @@ def test_entries_end_with_their_time(make: Make, managed: str, user: str) -> Non
     server.close()
 
 
+def test_answers_are_written_behind_and_the_rest_of_them_at_the_end(
+    make: Make, opened: Opened, cache_server: RedisServer
+) -> None:
+    cache = opened(make(sync_interval_ms=600_000, local_mb=0))
+    cache.check()
+    cache.put(key(1), b"answer")
+    with cache_server.client(0) as client:
+        assert not client.exists(b"bm:cache:" + key(1)), "nobody waits for the server"
+        assert cache.get([key(1)]) == {key(1): b"answer"}
+        cache.close()
+        assert client.exists(b"bm:cache:" + key(1))
+
+
 @pytest.mark.parametrize("role", ["BROKER", "STATE"])
 def test_beside_the_broker_it_needs_at_least_another_database(cache_server: RedisServer, role: str) -> None:
     """There it counts for itself, since a broker's server must push nothing out."""

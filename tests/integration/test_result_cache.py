@@ -15,6 +15,7 @@ from tests.conftest import ECHO_MODEL
 from tests.support.brokers import RedisServer, redis_server
 from tests.support.ports import wait_until
 from tests.support.processes import ROOT, Processes
+from workers.engine import echo_journal
 
 
 @pytest.fixture
@@ -65,17 +66,48 @@ def test_the_second_time_it_answers_what_is_determined(
     wait_until(lambda: len(list(client.scan_iter(match="bm:cache:*"))) == 40, 10, "the answers are written")
     assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
     second = submit(processes, env, write(tmp_path / "b.jsonl", temperatures), tmp_path / "two")
-    assert second["usage"]["cache_hits"] == 40
+    usage = first["usage"], second["usage"]
+    assert [(used["cache_hits"], used["cache_misses"]) for used in usage] == [(0, 40), (40, 0)]
     one, two = answers(tmp_path / "one"), answers(tmp_path / "two")
+    given = [line["response"]["body"] for line in two.values() if line["batchmill"].get("cached")]
+    assert usage[1]["cache_bytes"] == sum(len(json.dumps(body, separators=(",", ":"))) for body in given) > 0
     assert list(one) == list(two) == [f"c{n}" for n in range(50)]
     for number in range(50):
         mine, again = one[f"c{number}"], two[f"c{number}"]
-        assert again["batchmill"].get("cached", False) is (number < 40)
+        assert (mine["batchmill"].get("cached"), again["batchmill"].get("cached")) == (
+            (False, True) if number < 40 else (None, None)
+        )
         if number < 40:
             assert mine["response"]["body"] == again["response"]["body"]
     off = submit(processes, env, tmp_path / "b.jsonl", tmp_path / "three", "--cache", "off")
     assert off["usage"]["cache_hits"] == 0
     client.close()
+
+
+def test_equal_requests_in_flight_are_computed_once(
+    tmp_path: Path, fleet_env: dict[str, str], processes: Processes
+) -> None:
+    """Without any cache: what has one answer is computed once at a time, what is sampled each time."""
+    journal = tmp_path / "journal"
+    env = fleet_env | {"BATCHMILL_ECHO_LATENCY_MS": "100", "BATCHMILL_ECHO_JOURNAL": str(journal)}
+    processes.coordinator(env)
+    processes.worker(env, ECHO_MODEL)
+    source = tmp_path / "a.jsonl"
+    with source.open("w") as file:
+        for number in range(60):
+            body = {"prompt": "same", "max_tokens": 4, "temperature": 0 if number % 3 else 1}
+            file.write(json.dumps({"custom_id": f"c{number}", "body": body}) + "\n")
+    summary = submit(processes, env, source, tmp_path / "one")
+    assert (summary["completed"], summary["failed"]) == (60, 0)
+    lines = answers(tmp_path / "one")
+    shared = {name for name, line in lines.items() if line["batchmill"].get("shared")}
+    assert summary["usage"]["shared"] == len(shared)
+    assert shared <= {f"c{number}" for number in range(60) if number % 3}
+    # Chunks may be small near the end of a batch; in each of them only the first is computed.
+    assert len(shared) >= 20
+    assert sum(event.kind == "+" for event in echo_journal.read(str(journal))) == 60 - len(shared)
+    cold = {json.dumps(lines[f"c{number}"]["response"]["body"]["choices"]) for number in range(60) if number % 3}
+    assert len(cold) == 1
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)

@@ -129,5 +129,11 @@ def _check_summary(
         raw = (folder / name).read_bytes()
         facts = {"lines": len(lines), "bytes": len(raw), "digest": blake3(raw).hexdigest()}
         assert summary[key] == facts, f"{name}: the summary says {summary[key]}, it is {facts}"
-    cached = sum(1 for line in output if line["batchmill"].get("cached"))
-    assert summary["usage"]["cache_hits"] == cached, f"{cached} lines are marked as cached"
+    marks = [line["batchmill"] for line in output]
+    marked = {
+        "cache_hits": sum(mark.get("cached") is True for mark in marks),
+        "cache_misses": sum(mark.get("cached") is False for mark in marks),
+        "shared": sum(mark.get("shared") is True for mark in marks),
+    }
+    said_of_them = {name: summary["usage"][name] for name in marked}
+    assert said_of_them == marked, f"the lines are marked {marked}, the summary says {said_of_them}"

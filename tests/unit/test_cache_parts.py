@@ -128,6 +128,7 @@ def test_what_does_not_change_answers_keeps_the_fingerprint() -> None:
         ("m@1", {}, facts(dtype="float16")),
         ("m@1", {"quantization": "fp8"}, facts()),
         ("m@1", {"tool_call_parser": "hermes"}, facts()),
+        ("m@1", {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, facts()),
         ("m@1", {"some_argument_of_tomorrow": 1}, facts()),
     ],
 )

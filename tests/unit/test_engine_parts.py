@@ -190,6 +190,18 @@ def test_model_entry_goes_before_the_settings() -> None:
     assert "dtype" not in found
 
 
+def test_what_cannot_be_read_back_from_host_memory_is_computed_again() -> None:
+    policy = {"kv_load_failure_policy": "recompute"}
+    offload = ModelVersion(source="/m", engine={"kv-offloading-size": 8})
+    assert values(offload)["kv_transfer_config"] == policy
+    named = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+    own = ModelVersion(source="/m", engine={"kv_transfer_config": named})
+    assert values(own)["kv_transfer_config"] == policy | named
+    strict = ModelVersion(source="/m", engine={"kv_transfer_config": named | {"kv_load_failure_policy": "fail"}})
+    assert values(strict)["kv_transfer_config"]["kv_load_failure_policy"] == "fail"
+    assert "kv_transfer_config" not in values(ModelVersion(source="/m"))
+
+
 @pytest.mark.parametrize("key", ["served_model_name", "served-model-name", "port", "enable_log_requests", "model"])
 def test_arguments_that_are_ours(key: str) -> None:
     with pytest.raises(UsageError, match=rf"m@1: engine\.{key} is set by the worker"):

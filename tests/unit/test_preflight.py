@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from common.errors import UsageError
 from common.registry import Hardware, ModelVersion
 from workers.preflight import checks
 from workers.preflight.machine import Gpu, Machine, available_memory, look, parse_gpus
+from workers.preflight.offload import check_offload
 
 CPU_BUILD, GPU_BUILD = ("cpu", "0.32.0"), ("gpu", "0.32.0")
 AVX512 = frozenset({"avx2", "avx512f"})
@@ -43,6 +45,32 @@ def gpu_machine(*free: float, flags: frozenset[str] = AVX512) -> Machine:
 def test_build(build: tuple[str, str] | None, machine: Machine, level: str, words: str) -> None:
     found = checks.check_build(build, machine)
     assert (found.level, words in found.text) == (level, True)
+
+
+NATIVE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+NESTED = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [NATIVE]}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "build", "level", "words"),
+    [
+        ({}, CPU_BUILD, "ok", "none"),
+        ({"kv_offloading_size": 4}, CPU_BUILD, "problem", "cpu_kv_gb"),
+        ({"kv-offloading-size": 4}, CPU_BUILD, "problem", "cpu_kv_gb"),
+        ({"kv_transfer_config": NATIVE}, CPU_BUILD, "problem", "engine.kv_transfer_config"),
+        ({"kv_transfer_config": NESTED}, CPU_BUILD, "problem", "cpu_kv_gb"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector"}}, CPU_BUILD, "ok", "ExampleConnector"),
+        ({"kv_offloading_size": 4}, GPU_BUILD, "ok", "4.3 GB"),
+        ({"kv_offloading_size": 58}, GPU_BUILD, "warning", "tight"),
+        ({"kv_offloading_size": 60}, GPU_BUILD, "problem", "lower it"),
+        ({"kv_offloading_size": 4, "kv_offloading_backend": "lmcache"}, GPU_BUILD, "problem", "pip install lmcache"),
+        ({"kv_transfer_config": NESTED}, GPU_BUILD, "ok", "OffloadingConnector"),
+    ],
+)
+def test_offload(engine: dict[str, Any], build: tuple[str, str], level: str, words: str) -> None:
+    machine = CPU_MACHINE if build is CPU_BUILD else gpu_machine(140)
+    found = check_offload(ModelVersion(source="/m", engine=engine), build, machine, lambda _: False)
+    assert (found.level, words in found.text, "\n" in found.text) == (level, True, False)
 
 
 def test_driver_that_fails_is_quoted() -> None:

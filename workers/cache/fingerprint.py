@@ -19,7 +19,8 @@ from workers.engine.base import EngineFacts
 from workers.models.digest import combine, digest_files
 
 #: Arguments that decide how much an engine holds and how fast it goes, never what it answers. Whatever is not known
-#: to be one of these makes another fingerprint: a needless miss costs a computation, a stale answer the trust.
+#: to be one of these makes another fingerprint: a needless miss costs a computation, a stale answer the trust. So does
+#: a `kv_transfer_config`, which may name a connector that keeps keys and values in fewer bits.
 NEUTRAL = frozenset(
     {
         "api_server_count",
@@ -35,9 +36,7 @@ NEUTRAL = frozenset(
         "enable_prompt_tokens_details",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
-        "kv_offloading_backend",
         "kv_offloading_size",
-        "kv_transfer_config",
         "max_model_len",  # the engine's own word counts, below
         "max_num_batched_tokens",
         "max_num_seqs",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from blake3 import blake3
 
-from common.determined import canonical, determined, read
+from common.determined import canonical, determined, may_be_determined, read
 from common.urls import URLS
 
 #: Bytes of a key: 16 hex digits that stand for the model version, then a digest of everything.
@@ -33,6 +33,8 @@ class Space:
 
     def key(self, tenant: str, url: int, body: bytes) -> bytes | None:
         """The key of a request (`KEY_BYTES`), or None where its answer is not determined. `url` indexes `URLS`."""
+        if not self._everything and not may_be_determined(url, body):
+            return None
         try:
             fields = read(body)
             if not isinstance(fields, dict) or not (self._everything or determined(url, fields)):
@@ -41,6 +43,10 @@ class Space:
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
         return self._tag + blake3(what).digest()
+
+    def determined(self, url: int, body: bytes) -> bool:
+        """Whether a request that has a key has one answer; always, but where sampled answers are kept too."""
+        return not self._everything or determined(url, read(body))
 
 
 def tag(model_version: str) -> bytes:

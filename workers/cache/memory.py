@@ -1,14 +1,20 @@
-"""What one chunk has to do with the result cache: recall answers before the engine, keep new ones after publishing."""
+"""What one chunk has to do with equal requests: recall answers before the engine, say which rows may share one, and
+keep new answers after publishing.
+
+Sharing needs no cache, only the key. Batches that read the cache (`read`, `on`) share with any such batch of their
+tenant, as they take any answer of it; the others want their answers computed for themselves, so there it is only within
+the batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
 from typing import Protocol
 
-from common.messages import Kind, Row
+from common.messages import Chunk, Kind, Row
 from workers.cache.key import Space
 from workers.cache.result_cache import ResultCache
-from workers.results import Done
+from workers.results import Done, Source
 
 
 class Rows(Protocol):
@@ -22,44 +28,66 @@ class Rows(Protocol):
         """This row needs no engine."""
         ...
 
+    def missed(self, row: int) -> None:
+        """The cache has no answer for this row."""
+        ...
+
+    def may_share(self, row: int, flight: bytes) -> None:
+        """Rows with the same `flight` have one answer."""
+        ...
+
 
 class Memory:
     """Runs in the chunk's own thread, so that neither hashing nor Redis is ever on the engine's loop.
 
-    `tenants`: of each slice.
+    `cache`: None where there is none, or the chunk wants none. `share`: equal rows may be computed once.
     """
 
-    def __init__(self, cache: ResultCache, space: Space, tenants: Sequence[str], *, read: bool, write: bool) -> None:
+    def __init__(self, cache: ResultCache | None, space: Space, chunk: Chunk, *, share: bool) -> None:
         self._cache = cache
         self._space = space
-        self._tenants = tenants
-        self._read = read
-        self._write = write
+        self._tenants = [part.tenant for part in chunk.slices]
+        self._read = cache is not None and chunk.cache in ("read", "on")
+        self._write = cache is not None and chunk.cache in ("write", "on")
+        self._scopes: list[bytes] | None = None
+        if share:
+            # A row that waits for another one has that one's time.
+            limit = struct.pack("<d", chunk.timeout_s)
+            private = chunk.cache not in ("read", "on")
+            self._scopes = [limit + part.batch.encode() if private else limit for part in chunk.slices]
         self._keys: dict[tuple[int, int], bytes] = {}
 
     def recall(self, work: Rows) -> None:
-        """Answer what the cache has."""
-        rows = work.rows()
+        """Answer what the cache has, and say which of the other rows may share an answer."""
         wanted: list[tuple[int, bytes]] = []
+        rows = work.rows()
         for number, (part, row) in enumerate(rows):
             found = self._space.key(self._tenants[part], row.url, row.body)
             if found is not None:
-                self._keys[part, row.pos] = found
                 wanted.append((number, found))
-        if not self._read:
-            return
-        known = self._cache.get([found for _, found in wanted])
+                if self._write:
+                    self._keys[part, row.pos] = found
+        known: dict[bytes, bytes] = {}
+        if self._read and self._cache is not None:
+            known = self._cache.get([found for _, found in wanted])
         for number, found in wanted:
             body = known.get(found)
             if body is not None:
                 work.answered(number, body)
+                continue
+            if self._read:
+                work.missed(number)
+            part, row = rows[number]
+            if self._scopes is not None and self._space.determined(row.url, row.body):
+                work.may_share(number, found + self._scopes[part])
 
     def keep(self, taken: list[Done]) -> None:
         """Remember answers that have just been published."""
-        if not self._write:
+        if not self._write or self._cache is None:
             return
         for done in taken:
-            if done.cached or done.tried.outcome.kind is not Kind.OUTPUT or done.tried.status != 200:
+            # What was shared, its leader keeps.
+            if done.source >= Source.CACHE or done.tried.outcome.kind is not Kind.OUTPUT or done.tried.status != 200:
                 continue
             found = self._keys.get((done.part, done.row.pos))
             if found is not None:

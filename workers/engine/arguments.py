@@ -51,6 +51,10 @@ def engine_values(
         values["gpu_memory_utilization"] = inference.gpu_memory_utilization
         values["tensor_parallel_size"] = max(1, entry.hardware.gpus)
     values |= {key.replace("-", "_"): value for key, value in entry.engine.items()}
+    transfer = values.get("kv_transfer_config")
+    if isinstance(transfer, dict) or values.get("kv_offloading_size") is not None:
+        # vLLM's default is to fail a request whose offloaded blocks cannot be read back; it can compute them again.
+        values["kv_transfer_config"] = {"kv_load_failure_policy": "recompute"} | (transfer or {})
     name = model_version.partition("@")[0]
     source = sources.parse(entry.source, model_version)
     names = [model_version, name, *([source.repo] if isinstance(source, sources.Hub) else [])]

@@ -9,11 +9,13 @@ from pathlib import Path
 from common.errors import UsageError
 from common.registry import ModelVersion
 from common.settings import Settings
+from workers.engine import warm_up
 from workers.models import digest as digests
 from workers.models import source as sources
 from workers.models.verify import present, settle
 from workers.preflight.finding import Finding, ok, problem, warning
 from workers.preflight.machine import GB, Machine, look
+from workers.preflight.offload import check_offload
 
 #: GB that an engine's three processes take besides weights and KV cache, on a CPU.
 PROCESSES_GB = 2.0
@@ -27,13 +29,17 @@ def before_start(model_version: str, entry: ModelVersion, settings: Settings) ->
         check_build(build, machine),
         check_devices(entry, settings, build, machine),
         check_memory(entry, build, machine, weights_gb(model_version, entry, settings)),
+        check_offload(entry, build, machine),
     ):
         if found.level == "problem":
             raise UsageError(found.text)
 
 
-def check_all(model_version: str, entry: ModelVersion, settings: Settings, *, full: bool) -> list[Finding]:
-    """Every check, for `workers check`; `full` reads the weights, as `workers models verify` does."""
+def check_all(model_version: str, entry: ModelVersion, settings: Settings, where: str, *, full: bool) -> list[Finding]:
+    """Every check, for `workers check`; `full` reads the weights, as `workers models verify` does.
+
+    `where`: the file that the entry is from.
+    """
     build = vllm_build()
     machine = look()
     found = [check_build(build, machine)]
@@ -43,6 +49,8 @@ def check_all(model_version: str, entry: ModelVersion, settings: Settings, *, fu
     found.append(check_devices(entry, settings, build, machine))
     found.append(check_memory(entry, build, machine, weights_gb(model_version, entry, settings)))
     found.append(check_shared_memory(entry, machine))
+    found.append(check_offload(entry, build, machine))
+    found.append(check_warm_up(model_version, entry, where))
     return found
 
 
@@ -162,6 +170,15 @@ def check_shared_memory(entry: ModelVersion, machine: Machine) -> Finding:
     if machine.shm_gb < needed:
         return warning("shm", f"{text}, {needed:g} GB are wanted; in a container: --ipc=host or --shm-size")
     return ok("shm", text)
+
+
+def check_warm_up(model_version: str, entry: ModelVersion, where: str) -> Finding:
+    """Can the warm-up prompts be read?"""
+    try:
+        number = len(warm_up.prompts(model_version, entry, where))
+    except UsageError as exc:
+        return problem("warm-up", str(exc))
+    return ok("warm-up", f"{number} prompts" if number else "none")
 
 
 def weights_gb(model_version: str, entry: ModelVersion, settings: Settings) -> float:

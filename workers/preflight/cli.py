@@ -26,7 +26,7 @@ def check(
     settings, registry = setting_files.load(), registries.load()
     name = registry.resolve(model or settings.inference.default_model)
     set_environment(settings)
-    found = check_all(name, registry.get(name), settings, full=full)
+    found = check_all(name, registry.get(name), settings, registry.where, full=full)
     if json:
         typer.echo(msgspec.json.encode(found))
     else:

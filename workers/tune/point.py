@@ -98,7 +98,13 @@ class _Chunk:
         """See `lane.Work`."""
         return self._rows[row]
 
-    def finish(self, row: int, tried: Tried) -> None:
+    def flight(self, row: int) -> None:
+        """Every request is computed: shared answers would say nothing of the engine."""
+
+    def alone(self, row: int) -> None:
+        """Never happens, since nothing is shared."""
+
+    def finish(self, row: int, tried: Tried, *, shared: bool = False) -> None:
         """See `lane.Work`."""
         self._rows[row] = (0, b"")  # Its body is done with.
         self.left -= 1
