@@ -48,6 +48,7 @@ def test_build(build: tuple[str, str] | None, machine: Machine, level: str, word
 
 
 NATIVE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 NESTED = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [NATIVE]}}
 
 
@@ -65,12 +66,19 @@ NESTED = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"conne
         ({"kv_offloading_size": 60}, GPU_BUILD, "problem", "lower it"),
         ({"kv_offloading_size": 4, "kv_offloading_backend": "lmcache"}, GPU_BUILD, "problem", "pip install lmcache"),
         ({"kv_transfer_config": NESTED}, GPU_BUILD, "ok", "OffloadingConnector"),
+        ({"kv_transfer_config": LMCACHE}, CPU_BUILD, "problem", "pip install lmcache"),
     ],
 )
 def test_offload(engine: dict[str, Any], build: tuple[str, str], level: str, words: str) -> None:
     machine = CPU_MACHINE if build is CPU_BUILD else gpu_machine(140)
     found = check_offload(ModelVersion(source="/m", engine=engine), build, machine, lambda _: False)
     assert (found.level, words in found.text, "\n" in found.text) == (level, True, False)
+
+
+@pytest.mark.parametrize(("build", "level"), [(CPU_BUILD, "warning"), (GPU_BUILD, "ok")])
+def test_lmcache_that_is_installed(build: tuple[str, str], level: str) -> None:
+    entry = ModelVersion(source="/m", engine={"kv_transfer_config": LMCACHE})
+    assert check_offload(entry, build, gpu_machine(140), lambda _: True).level == level
 
 
 def test_driver_that_fails_is_quoted() -> None:

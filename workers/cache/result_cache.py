@@ -213,7 +213,11 @@ class ResultCache:
                 figures["written"] = figures.get("written", 0) + len(part)
         for at in range(0, len(touched), 1024):
             self._server.touch(touched[at : at + 1024])
-        self._server.count(self._model, figures)
+        try:
+            self._server.count(self._model, figures)
+        except OutOfMemoryError:
+            # A full server is no reason not to ask it; the figures are told once it has room again.
+            return
         with self._lock:
             self._hits -= figures["hits"]
             self._misses -= figures["misses"]

@@ -37,14 +37,17 @@ def check_offload(
     if not names & (_NATIVE | _LMCACHE):
         return ok("offload", ", ".join(sorted(names)) if names else "none")
     asked = "engine.kv_offloading_size" if size is not None else "engine.kv_transfer_config"
-    if build is not None and build[0] == "cpu":
+    on_cpu = build is not None and build[0] == "cpu"
+    if on_cpu and names & _NATIVE:
         return problem(
             "offload",
-            f"{asked}: on a CPU the KV cache is in main memory already and vLLM offloads nothing; take it out and "
+            f"{asked}: on a CPU the KV cache is in main memory already and vLLM refuses to offload it; take it out and "
             "raise hardware.cpu_kv_gb",
         )
     if names & _LMCACHE and not installed("lmcache"):
         return problem("offload", f"{asked}: LMCache is not installed; pip install lmcache")
+    if on_cpu:
+        return warning("offload", f"{asked}: LMCache beside vLLM's build for CPUs is untried; vLLM may refuse it")
     if names & _NATIVE and isinstance(size, (int, float)):
         needed = size * 1.074
         text = f"{needed:.1f} GB of main memory for KV cache, {machine.memory_gb:.1f} GB available"
