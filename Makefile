@@ -132,7 +132,8 @@ chaos: test-needs $(STAMPS)/dev ## ten minutes of random faults; CHAOS_S=… for
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m 'engine and not slow' $(ARGS)
 
-.PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-vs-peers bench-peers-ray bench-occupancy bench-worker-shares
+.PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-vs-peers bench-peers-ray bench-occupancy \
+  bench-worker-shares bench-cache-trouble
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
 bench-small-batches: test-needs $(STAMPS)/dev ## ten thousand batches of five requests against one of fifty thousand
@@ -156,6 +157,8 @@ $(VENV)-ray/installed: $(STAMPS)/engine-$(ENGINE)
 	  > $$($(VENV)-ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engine.pth
 	@$(VENV)-ray/bin/python -m pip --disable-pip-version-check --no-input install --quiet 'ray[data]==2.60.0' && touch $@
 bench-peers-ray: $(VENV)-ray/installed
+bench-cache-trouble: test-needs $(STAMPS)/dev ## what a full, hanging or absent result cache adds to a chunk
+	@$(BIN)/python -m benchmarks.cache_trouble $(ARGS)
 
 .PHONY: clean
 clean: ## remove .venv, caches and outputs of the demo (not the fleet's home, which holds batches)

@@ -104,7 +104,7 @@ class _Chunk:
     def alone(self, row: int) -> None:
         """Never happens, since nothing is shared."""
 
-    def finish(self, row: int, tried: Tried, *, shared: bool = False) -> None:
+    def finish(self, row: int, tried: Tried, **_: bool) -> None:
         """See `lane.Work`."""
         self._rows[row] = (0, b"")  # Its body is done with.
         self.left -= 1
