@@ -112,6 +112,7 @@ def run(options: argparse.Namespace, kind: str, requests: int) -> dict[str, Any]
                 "BATCHMILL_SCHEDULER_QUEUE_SIZE": str(options.window),
                 "BATCHMILL_TELEMETRY_LOG_LEVEL": "warning",
                 "BATCHMILL_ECHO_MAX_NUM_SEQS": "1024",
+                "BATCHMILL_INFERENCE_CHUNKS_IN_FLIGHT": str(options.in_flight),
             }
             (folder / "processes").mkdir()
             processes = Processes(folder / "processes")
@@ -303,12 +304,16 @@ def main() -> None:
     parser.add_argument("--brokers", nargs="+", default=["redis", "rabbitmq"], choices=["redis", "rabbitmq"])
     parser.add_argument("--chunk", type=int, default=1024, help="requests a chunk (scheduler.chunk_requests)")
     parser.add_argument("--window", type=int, default=32768, help="scheduler.queue_size")
+    parser.add_argument("--in-flight", type=int, default=3, help="inference.chunks_in_flight")
     parser.add_argument("--stream", type=int, default=0, metavar="N", help="N batches of that size, one after another")
     parser.add_argument("--threads", action="store_true", help="CPU of each thread too (with py-spy)")
     parser.add_argument("--flame", type=Path, metavar="DIR", help="sample each process with py-spy")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    print(f"{psutil.cpu_count()} cores, {options.chunk} requests a chunk, window {options.window}")
+    print(
+        f"{psutil.cpu_count()} cores, {options.chunk} requests a chunk, {options.in_flight} in flight, "
+        f"window {options.window}"
+    )
     collected = []
     for requests in options.requests:
         for kind in options.brokers:

@@ -19,6 +19,7 @@ from producers.coordinator.core import Core
 from producers.coordinator.finalizer import Finalizer
 from producers.coordinator.leadership import Leadership
 from producers.coordinator.ledger import Ledger
+from producers.coordinator.progress import Progress
 from producers.coordinator.status_files import StatusFiles
 from producers.coordinator.weights import Weights
 from tests.support.coordinators import make_batch
@@ -102,3 +103,22 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     store.put_atomic(f"{folder(batch.id)}/{name}", b"garbage")
     with pytest.raises(Damaged, match=f"{batch.id}/{name}: is damaged"):
         read_status(store, read_batch(store, batch.id))
+
+
+def test_between_two_looks_only_batches_that_something_happened_to_are_asked(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten thousand open batches would cost as much as the work otherwise: there are up to 45 ticks a second."""
+    core = control._core
+    batches = [make_batch(control._store, 2) for _ in range(5)]
+    _tick(control)
+    asked: list[str] = []
+    monkeypatch.setattr(Progress, "complete", property(lambda progress: asked.append(progress.id)))
+    control._looked_at, control._look_again_s = float("inf"), 0.0
+    control.tick()
+    assert asked == []
+    core.ending.add(batches[3].id)
+    control.tick()
+    assert asked == [batches[3].id]
+    _tick(control)
+    assert sorted(asked[1:]) == sorted(batch.id for batch in batches)
