@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
 
-from common.store import Fence, LocalStore, RawFile, make_folders, sync_folder, temporary_name
+from common.store import Fence, LocalStore, make_folders, sync_folder, temporary_name
 
 #: From so many files on, several are synced at a time, and how many.
 _MANY = 16
@@ -23,6 +24,8 @@ _AT_ONCE = 8
 #: From so many files on, the file system is synced as a whole.
 _VERY_MANY = 64
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+#: Stands for the descriptor of a file that was written and closed.
+_CLOSED = -2
 
 
 class LocalGroup:
@@ -33,13 +36,17 @@ class LocalGroup:
         self._fence = fence
         #: (path in the store, temporary file, where it will be).
         self._made: list[tuple[str, str, str]] = []
+        #: A temporary file of the group that is empty.
+        self._empty: str | None = None
 
     @contextlib.contextmanager
     def open_write(self, path: str) -> Iterator[BinaryIO]:
-        fd, made, what = self._begin(path)
+        made = self._name(path)
         try:
-            with _WholeFile(fd, self._store, what) as file:
+            with _NewFile(self._store, made) as file:
                 yield cast(BinaryIO, file)
+            if not file.begun:
+                self._make_empty(made)
         except BaseException:
             _remove(made[1])
             raise
@@ -47,32 +54,24 @@ class LocalGroup:
 
     def put(self, path: str, data: bytes) -> None:
         """A new file of the group, whole."""
-        fd, made, what = self._begin(path)
-        try:
-            with self._store.errors(what):
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
-        except BaseException:
-            _remove(made[1])
-            raise
-        finally:
-            os.close(fd)
-        self._made.append(made)
+        with self.open_write(path) as file:
+            file.write(data)
 
-    def _begin(self, path: str) -> tuple[int, tuple[str, str, str], str]:
+    def _name(self, path: str) -> tuple[str, str, str]:
         # Text, not `Path`s: this is done tens of thousands of times.
         target = self._store.path_text(path)
-        folder = target[: target.rindex("/")]
-        what = f"{path}: cannot be written"
-        with self._store.errors(what):
-            temporary = f"{folder}/{temporary_name()}"
-            try:
-                fd = os.open(temporary, _NEW, 0o600)
-            except FileNotFoundError:
-                make_folders(Path(folder))
-                fd = os.open(temporary, _NEW, 0o600)
-        return fd, (path, temporary, target), what
+        return path, f"{target[: target.rindex('/')]}/{temporary_name()}", target
+
+    def _make_empty(self, made: tuple[str, str, str]) -> None:
+        """An empty file. All of a group are one, under many names: a name costs a tenth of what a file does."""
+        if self._empty is not None:
+            # No such link here: the first one was discarded, another file system, too many of them, no links at all.
+            with contextlib.suppress(OSError):
+                os.link(self._empty, made[1])
+                return
+        with self._store.errors(f"{made[0]}: cannot be written"):
+            os.close(_create(made[1]))
+        self._empty = made[1]
 
     def discard(self, folder: str) -> None:
         """Take the files of a folder out of the group."""
@@ -130,15 +129,51 @@ class LocalGroup:
             os.close(fd)
 
 
-class _WholeFile(RawFile):
-    """Not buffered: whoever writes thousands of small files gives each in one piece or two."""
+class _NewFile(io.RawIOBase):
+    """A file that comes to be with its first byte.
+
+    Not buffered: whoever writes thousands of small files gives each in one piece or two.
+    """
+
+    def __init__(self, store: LocalStore, made: tuple[str, str, str]) -> None:
+        self._errors = store.errors(f"{made[0]}: cannot be written")
+        self._path = made[1]
+        self._fd = -1
+
+    @property
+    def begun(self) -> bool:
+        """Something was written."""
+        return self._fd >= 0 or self._fd == _CLOSED
+
+    def writable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
 
     def write(self, data: Any, /) -> int:
+        """All of `data`."""
         rest = memoryview(data)
         size = len(rest)
-        while rest:
-            rest = rest[super().write(rest) :]
+        with self._errors:
+            if size and self._fd < 0:
+                self._fd = _create(self._path)
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
         return size
+
+    def close(self) -> None:
+        """See `io.RawIOBase`."""
+        super().close()
+        fd, self._fd = self._fd, _CLOSED if self.begun else -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _create(path: str) -> int:
+    try:
+        return os.open(path, _NEW, 0o600)
+    except FileNotFoundError:
+        make_folders(Path(path).parent)
+        return os.open(path, _NEW, 0o600)
 
 
 def _sync_file(path: str) -> None:

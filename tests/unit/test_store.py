@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -331,3 +332,35 @@ def test_a_service_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None
         ObjectStore("s3://nowhere")
     with pytest.raises(UsageError, match="nosuch://x: cannot be opened"):
         ObjectStore("nosuch://x")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_empty_files_of_a_group_are_one_file(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a file system that has no links they are several, and every one is there all the same."""
+    store = LocalStore(tmp_path)
+    if not links:
+
+        def link(*_: object) -> None:
+            raise OSError(errno.EOPNOTSUPP, "no links here")
+
+        monkeypatch.setattr(os, "link", link)
+    for _ in range(2):  # the second time they take the place of those of the first
+        with store.group(lambda: None) as group:
+            for n in range(5):
+                group.put(f"g/{n}/empty", b"")
+                with group.open_write(f"g/{n}/written") as file:
+                    file.write(b"")
+                    file.write(b"%d" % n)
+                    file.write(b"x")
+                with group.open_write(f"g/{n}/errors") as file:
+                    pass
+                if n == 0:
+                    group.discard("g/0")
+    assert store.list("g/0") == []
+    paths = [tmp_path / "g" / str(n) / name for n in range(1, 5) for name in ("empty", "errors")]
+    assert all(path.stat().st_size == 0 and stat.S_IMODE(path.stat().st_mode) == 0o600 for path in paths)
+    assert len({path.stat().st_ino for path in paths}) == (1 if links else len(paths))
+    for n in range(1, 5):
+        assert store.list(f"g/{n}") == ["empty", "errors", "written"]
+        assert store.read(f"g/{n}/written") == b"%dx" % n
+        assert not [name for name in os.listdir(tmp_path / "g" / str(n)) if name.startswith(".tmp")]
