@@ -30,6 +30,15 @@ class Shell:
     #: Added to the environment of every command.
     extra: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def let_go_file(self) -> Path:
+        """Once it is there, the engine answers requests that say HELD."""
+        return self.processes.folder / "let-go"
+
+    def let_go(self) -> None:
+        """Let requests be answered that say HELD. Until then their batch runs, however fast or slow the machine is."""
+        self.let_go_file.touch()
+
     def run(self, *argv: str, stdin: bytes | None = None, code: int | None = 0, timeout: float = 120) -> Done:
         """A command to its end; `AssertionError` unless it exits with `code` (None: any)."""
         base = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")} | {"PYTHONPATH": str(ROOT)}
@@ -88,8 +97,8 @@ def shell(tmp_path: Path, fleet_env: dict[str, str], processes: Processes) -> Sh
 
 @pytest.fixture
 def fleet(shell: Shell) -> Shell:
-    """The same, with a coordinator and a worker. Requests that say HANG never end, those that say SLOW take 3 s."""
-    env = shell.env | {"BATCHMILL_ECHO_FAULTS": "HANG=hang,SLOW=slow:3"}
+    """The same, with a coordinator and a worker. Requests that say HANG never end, those that say HELD at `let_go`."""
+    env = shell.env | {"BATCHMILL_ECHO_FAULTS": f"HANG=hang,HELD=until:{shell.let_go_file}"}
     shell.processes.coordinator(env)
     shell.processes.worker(env, ECHO_MODEL)
     return shell

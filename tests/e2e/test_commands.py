@@ -100,7 +100,7 @@ def _until_all_but_one(process: Process, total: int) -> str:
 
 @on_one_broker
 def test_ctrl_c_detaches_and_watch_comes_back(fleet: Shell) -> None:
-    path = fleet.write("in.jsonl", [*(chat(f"c{i}", "quick") for i in range(20)), chat("last", "SLOW")])
+    path = fleet.write("in.jsonl", [*(chat(f"c{i}", "quick") for i in range(20)), chat("last", "HELD")])
     command = fleet.start("submit", str(path), "--output", "out")
     batch_id = command.wait_line(r"(batch_\w+) in progress")[1]
     command.signal(signal.SIGINT)
@@ -108,6 +108,7 @@ def test_ctrl_c_detaches_and_watch_comes_back(fleet: Shell) -> None:
     assert f"producers watch {batch_id} --output out" in command.text
     assert "Traceback" not in command.text
     assert not (fleet.folder / "out").exists()
+    fleet.let_go()
     shown = fleet.run("watch", batch_id, "--output", "out", "--json").json
     assert shown["status"] == "completed"
     oracle.check(fleet.folder / "out", batch_id, oracle.input_ids(path), failed=[])
@@ -165,10 +166,11 @@ def test_an_output_folder_that_cannot_be_written_is_found_first(shell: Shell) ->
 
 @on_one_broker
 def test_an_output_folder_that_goes_bad_later_loses_nothing(fleet: Shell) -> None:
-    path = fleet.write("in.jsonl", [chat("a", "SLOW")])
+    path = fleet.write("in.jsonl", [chat("a", "HELD")])
     command = fleet.start("submit", str(path), "--output", "out")
     batch_id = command.wait_line(r"(batch_\w+) in progress")[1]
     (fleet.folder / "out").write_text("a file where the folder should be")
+    fleet.let_go()
     assert command.wait() == 2
     assert f"producers results {batch_id} --output DIR" in command.text
     fleet.run("results", batch_id, "--output", "else")

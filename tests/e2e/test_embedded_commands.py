@@ -26,10 +26,11 @@ def shell(tmp_path: Path, short_tmp: Path, processes: Processes) -> Iterator[She
         del env[f"BATCHMILL_{name}"]
     del env["BATCHMILL_SECURITY_RESULTS_KEY_FILE"]
     shell = Shell(
-        env | {"BATCHMILL_ECHO_FAULTS": "SLOW=slow:3,LONG=slow:30", "BATCHMILL_FLEET_LINGER_S": "120"},
+        env | {"BATCHMILL_FLEET_LINGER_S": "120"},
         folder,
         processes,
     )
+    shell.env["BATCHMILL_ECHO_FAULTS"] = f"HELD=until:{shell.let_go_file}"
     yield shell
     shell.run("fleet", "down", "--now", code=None)
 
@@ -61,20 +62,22 @@ def test_submit_brings_the_fleet_up_and_the_next_one_finds_it(shell: Shell) -> N
 
 
 def test_ctrl_c_leaves_the_fleet_at_work(shell: Shell) -> None:
-    path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "SLOW")])
+    path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "HELD")])
     command = shell.start("submit", str(path))
     batch_id = command.wait_line(r"(batch_\w+) in progress")[1]
     command.signal(signal.SIGINT)
     assert command.wait() == 130
+    shell.let_go()
     shell.run("watch", batch_id, "--output", "out")
     oracle.check(shell.folder / "out", batch_id, ["a", "b"], failed=[])
 
 
 def test_resume_brings_back_what_was_killed(shell: Shell) -> None:
-    path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "SLOW")])
+    path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "HELD")])
     batch_id = shell.run("submit", str(path), "--detach").out.strip()
     os.kill(shell.run("fleet", "status", "--json").json["pid"], signal.SIGKILL)
     wait_until(lambda: shell.run("fleet", "status", code=None).code == 3, 30, "the fleet is gone")
+    shell.let_go()
     done = shell.run("resume", "--output", "out", "--json")
     assert f"1 unfinished batch:\n  {batch_id} " in done.err
     assert [(b["id"], b["status"]) for b in done.json["data"]] == [(batch_id, "completed")]
@@ -96,7 +99,7 @@ def test_no_model_is_loaded_before_a_batch_may_run(shell: Shell) -> None:
 
 
 def test_partial_results_find_the_log_of_the_embedded_fleet(shell: Shell) -> None:
-    path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "LONG")])
+    path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "HELD")])
     batch_id = shell.run("submit", str(path), "--detach").out.strip()
     status = ("status", batch_id, "--json")
     wait_until(lambda: shell.run(*status).json["request_counts"]["completed"] == 1, 60, "one is answered")

@@ -82,7 +82,7 @@ class Reader:
 
     def close(self) -> None:
         """End the Redis that the reader left running; it writes over its environment, so nothing else finds it."""
-        with contextlib.suppress(redis.ConnectionError), redis.Redis(port=self.port, socket_timeout=5) as client:
+        with contextlib.suppress(redis.ConnectionError), redis.Redis(port=self.port, socket_timeout=30) as client:
             facts: Any = client.info("server")
             os.kill(facts["process_id"], signal.SIGKILL)
 
@@ -169,5 +169,5 @@ def test_every_make_target_the_readme_names_is_there() -> None:
     assert {"demo", "test", "install", "flower"} <= targets
     for target in targets:
         env = {k: v for k, v in os.environ.items() if k != MARK}
-        done = subprocess.run(["make", "-n", target], cwd=ROOT, env=env, capture_output=True, timeout=30, check=False)
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, env=env, capture_output=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr

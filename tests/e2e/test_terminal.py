@@ -68,12 +68,12 @@ def test_a_bar_while_it_runs_ctrl_c_and_back(fleet: Shell) -> None:
     terminal.wait_for(r"in progress · ")
     terminal.type("\x03")
     terminal.wait_for(rf"producers watch {batch_id}")
-    assert terminal.process.wait(30) == 130
+    assert terminal.process.wait(60) == 130
     again = Terminal(fleet, "watch", batch_id)
     again.wait_for(r"━ 20/21 +95%")
     fleet.run("cancel", batch_id)
     again.wait_for(rf"{batch_id} cancelled: 20 answered, 1 failed")
-    assert again.process.wait(30) == 4
+    assert again.process.wait(60) == 4
 
 
 @on_one_broker
@@ -85,4 +85,4 @@ def test_what_it_waits_for_is_shown(shell: Shell) -> None:
     terminal = Terminal(shell, "watch", seen["id"])
     terminal.wait_for("no worker serves echo-test@1")
     terminal.type("\x03")
-    assert terminal.process.wait(30) == 130
+    assert terminal.process.wait(60) == 130

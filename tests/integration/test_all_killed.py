@@ -48,5 +48,5 @@ def test_what_a_dead_fleet_held_is_sent_again_long_before_the_broker_would(
     coordinator = start(processes, env)
     processes.worker(env, ECHO_MODEL, "--no-supervisor", "--name", "two").wait_line(READY)
     coordinator.wait_line("chunk_lost", 30)
-    wait_status(store, batch, "completed", timeout=60)
+    wait_status(store, batch, "completed", timeout=120)
     check_outputs(store, batch)

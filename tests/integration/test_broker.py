@@ -33,7 +33,7 @@ def test_a_message_arrives_as_it_was_sent(broker: Broker, fleet_settings: Settin
             callbacks=[lambda body, message: got.append((body, message))],
             accept=[CONTENT_TYPE],
         ):
-            connection.drain_events(timeout=10)
+            connection.drain_events(timeout=60)
             got[0][1].ack()
     body, message = got[0]
     assert body == ((b"\x00blob\xff",), {}, {})
@@ -49,24 +49,20 @@ def test_a_publisher_goes_on_after_a_restart_of_the_broker(
     monkeypatch.setattr(broker_module, "CONFIRM_TIMEOUT_S", 3)
     publisher = Publisher(fleet_settings)
     publisher.publish("results.0", b"one")
-    if settled and isinstance(broker, RabbitBroker):
-        names = next(broker.server.folder.glob("mnesia/*/quorum/*/names.dets"))
-        changed = names.stat().st_mtime_ns
-        wait_until(lambda: names.stat().st_mtime_ns != changed, 30, "RabbitMQ saves its queue names")
+    if settled:
+        broker.wait_saved("results.0")
     broker.restart()
-    failures = 0
+    deadline = time.monotonic() + 60
     while True:
         try:
             publisher.publish("results.0", b"two")
             break
         except Exception:  # whatever the transport raises: the next call starts on a new connection
-            failures += 1
-            assert failures <= 3
+            assert time.monotonic() < deadline
     publisher.close()
-    if settled or broker.kind == "redis":
-        broker.wait_depth("results.0", ready=2)
-    else:
-        wait_until(lambda: broker.depth("results.0").ready >= 1, 30, "the message is there")
+    # One that was tried again may be there twice; one in a dead queue is not there at all.
+    least = 2 if settled or broker.kind == "redis" else 1
+    wait_until(lambda: broker.depth("results.0").ready >= least, 30, "the messages are there")
 
 
 def test_a_broker_that_is_down_is_one_line(broker: Broker, fleet_settings: Settings) -> None:
@@ -108,7 +104,7 @@ def test_live_state_notices_a_wipe(broker: Broker, fleet_settings: Settings) -> 
     live.check()
     before = live.generation()
     assert live.generation() == before
-    live.renew_leases(["chunk_1", "chunk_2"], "node", 5)
+    live.renew_leases(["chunk_1", "chunk_2"], "node", 300)
     assert live.leases(["chunk_1", "none"]) == ["node", None]
     live.drop_leases(["chunk_1"])
     assert live.leases(["chunk_1", "chunk_2"]) == [None, "node"]
@@ -136,10 +132,10 @@ def test_live_state_notices_a_wipe(broker: Broker, fleet_settings: Settings) -> 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
 def test_an_idle_publisher_keeps_its_connection(broker: Broker, fleet_env: dict[str, str]) -> None:
-    publisher = Publisher(load(env=fleet_env | {"BATCHMILL_BROKER_HEARTBEAT_S": "1"}))
+    publisher = Publisher(load(env=fleet_env | {"BATCHMILL_BROKER_HEARTBEAT_S": "2"}))
     publisher.publish("results.0", b"one")
     connection = publisher._connection
-    deadline = time.monotonic() + 4  # Both sides give up on a peer that is silent for two heartbeats.
+    deadline = time.monotonic() + 6  # Both sides give up on a peer that is silent for two heartbeats.
     while time.monotonic() < deadline:
         publisher.heartbeat()
         time.sleep(0.2)

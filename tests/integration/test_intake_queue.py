@@ -50,7 +50,7 @@ def store(fleet_settings: Settings) -> LocalStore:
 
 
 def _submit(app: Celery, task_id: str | None = None, **kwargs: Any) -> Any:
-    return app.send_task("batchmill.submit", kwargs=kwargs, queue="intake", task_id=task_id).get(timeout=40)
+    return app.send_task("batchmill.submit", kwargs=kwargs, queue="intake", task_id=task_id).get(timeout=90)
 
 
 def test_inline_requests_become_a_batch(coordinator: Process, service: Celery, store: LocalStore) -> None:
@@ -109,7 +109,7 @@ def test_tasks_wait_for_a_coordinator(
 ) -> None:
     result = service.send_task("batchmill.submit", kwargs={"requests": REQUESTS}, queue="intake")
     processes.coordinator(fleet_env)
-    assert read_batch(store, result.get(timeout=40)).requests == 3
+    assert read_batch(store, result.get(timeout=90)).requests == 3
 
 
 def test_a_queue_that_was_declared_another_way_is_used_as_it_is(

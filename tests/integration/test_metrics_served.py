@@ -26,7 +26,7 @@ def scrape(port: int) -> dict[str, float]:
 
 
 def test_numbers_fit_the_batch(tmp_path: Path, fleet_env: dict[str, str], processes: Processes) -> None:
-    base = free_port()
+    base = free_port(100)
     env = fleet_env | {"BATCHMILL_TELEMETRY_METRICS_PORT": str(base)}
     processes.coordinator(env)
     processes.worker(env, ECHO_MODEL)
@@ -39,13 +39,17 @@ def test_numbers_fit_the_batch(tmp_path: Path, fleet_env: dict[str, str], proces
     submit = processes.start("submit", argv, env | {"PYTHONPATH": str(ROOT)})
     assert submit.wait(90) == 0
     model = f'{{model="{ECHO_MODEL}"}}'
+    # A worker counts what it has sent, and its gauges are set every few seconds.
+    sent = f'batchmill_results_sent_total{{kind="output",model="{ECHO_MODEL}"}}'
+    wait_until(lambda: scrape(base + 100).get(sent) == 300, 60, "the worker has counted its results")
+    wait_until(lambda: f"batchmill_draining{model}" in scrape(base + 100), 60, "the worker's gauges are set")
     coordinator, worker = scrape(base), scrape(base + 100)
     assert coordinator['batchmill_results_logged_total{kind="output"}'] == 300
     assert coordinator[f"batchmill_chunks_sent_total{model}"] >= 1
     assert coordinator["batchmill_ledger_bytes_total"] > 300 * 100
     assert coordinator["batchmill_ledger_sync_seconds_count"] >= 1
     assert coordinator['batchmill_leader_epoch{shard="0"}'] >= 1
-    assert worker[f'batchmill_results_sent_total{{kind="output",model="{ECHO_MODEL}"}}'] == 300
+    assert worker[sent] == 300
     assert worker[f'batchmill_tokens_total{{model="{ECHO_MODEL}",type="completion"}}'] > 0
     assert worker[f"batchmill_draining{model}"] == 0
     wait_until(lambda: scrape(base)["batchmill_batches_active"] == 0, 10, "the batch is no longer active")

@@ -14,7 +14,7 @@ from common.settings import Settings
 from common.store import Store, open_store
 from producers.batch import Command
 from tests.support.coordinators import FakeWorker, check_outputs, make_batch, status_of, wait_status
-from tests.support.ports import wait_until
+from tests.support.ports import PATIENCE_S, wait_until
 from tests.support.processes import Process, Processes
 from tests.support.s3 import new_bucket, s3_env, s3_server
 
@@ -60,18 +60,24 @@ def start(processes: Processes, env: dict[str, str], host: Path) -> Process:
     return processes.coordinator(env | {"BATCHMILL_STORE_WAL_DIR": str(host)})
 
 
+def copied_bytes(store: Store) -> int:
+    """Bytes of the log that are in the store."""
+    names = [f"wal/0/{name}" for name in store.list("wal/0") if not name.endswith(".manifest")]
+    return sum(store.size(name) for name in names)
+
+
 def test_a_host_that_is_lost_with_its_log_costs_only_what_was_not_copied(
     settings: Settings, store: Store, env: dict[str, str], processes: Processes, tmp_path: Path
 ) -> None:
     batch, other = make_batch(store, 2000), make_batch(store, 400)
-    with FakeWorker(settings) as worker:
+    with FakeWorker(settings, hold_after=1000) as worker:
         first = start(processes, env, tmp_path / "host-a")
-        wait_until(lambda: len(worker.answered) >= 1000, 60, "half is answered", 0.01)
-        worker.gate.clear()
+        assert worker.holding.wait(PATIENCE_S)
         wait_status(store, other, "completed", "in_progress")
         command = Command(command="reprioritize", at=time.time(), priority="high")
         store.put_atomic(f"control/{batch.id}/01.json", msgspec.json.encode(command))
-        wait_until(lambda: any(n.endswith("1") for n in store.list("wal/0")), 30, "segments are in the store")
+        # 1000 lines of a hundred bytes or more.
+        wait_until(lambda: copied_bytes(store) > 100_000, 30, "what was answered is in the store")
         copied = len(store.list("wal/0"))
         first.kill()
         second = start(processes, env, tmp_path / "host-b")
@@ -94,11 +100,9 @@ def test_a_clean_end_leaves_all_of_the_log_to_another_host(
     settings: Settings, store: Store, env: dict[str, str], processes: Processes, tmp_path: Path
 ) -> None:
     batch = make_batch(store, 1000)
-    with FakeWorker(settings) as worker:
+    with FakeWorker(settings, hold_after=300) as worker:
         first = start(processes, env | {"BATCHMILL_STORE_WAL_COPY_S": "3600"}, tmp_path / "host-a")
-        wait_until(lambda: len(worker.answered) >= 300, 60, "a part is answered", 0.01)
-        worker.gate.clear()
-        assert worker.holding.wait(20)
+        assert worker.holding.wait(PATIENCE_S)
         assert first.stop() == 0
         logged = status_of(store, batch).request_counts.completed
         assert store.list("wal/0") != []

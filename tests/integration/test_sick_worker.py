@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from common import registry
@@ -18,17 +20,20 @@ from tests.support.processes import Process, Processes
 from workers.node import EXIT_SICK
 
 SCRIPT = """
+import signal
 import sys
 from workers import health
-health.CONFIRM_S = 3
+# Whoever is sick stays so until the test has seen it.
+health.CONFIRM_S = 120.0
+signal.signal(signal.SIGUSR1, lambda *_: setattr(health, "CONFIRM_S", 0.0))
 sys.argv = ["workers", "start", "--no-supervisor", "--name", sys.argv[1]]
 from workers.cli import main
 main()
 """
 
 
-def start(processes: Processes, env: dict[str, str], name: str, faults: str) -> Process:
-    given = env | {"BATCHMILL_ECHO_FAULTS": faults, "BATCHMILL_ECHO_LATENCY_MS": "30"}
+def start(processes: Processes, env: dict[str, str], name: str, faults: str, latency_ms: int = 30) -> Process:
+    given = env | {"BATCHMILL_ECHO_FAULTS": faults, "BATCHMILL_ECHO_LATENCY_MS": str(latency_ms)}
     worker = processes.python(name, "-c", SCRIPT, name, env=given)
     worker.wait_line(READY)
     return worker
@@ -43,12 +48,14 @@ def test_a_sick_worker_eats_no_batch(broker: Broker, env: dict[str, str], proces
     settings = settings_module.load(env=env)
     store = open_store(env["BATCHMILL_STORE_URL"])
     data = b"".join(b'{"custom_id":"r%d","body":{"prompt":"word %d"}}\n' % (n, n) for n in range(3000))
-    sick, well = start(processes, env, "sick", "word=500"), start(processes, env, "well", "")
+    # Slower than the sick one, which so meets enough requests before all are answered.
+    sick, well = start(processes, env, "sick", "word=500"), start(processes, env, "well", "", 150)
     live = LiveState(settings)
     with coordinating(settings, store) as running:
         batch = intake.submit_bytes(data, store, settings, registry.load(env=env), Options())
         sick.wait_line("taking no more", 60)
         wait_until(lambda: {w.state for w in live.workers()} == {"sick", "ready"}, 10, "it says so")
+        sick.signal(signal.SIGUSR1)
         wait_status(store, batch, "completed", timeout=90)
         assert running.error is None
         assert sick.wait(60) == EXIT_SICK

@@ -31,6 +31,16 @@ def quick(fleet_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings
 
 
 @pytest.fixture
+def patient(fleet_settings: Settings) -> Settings:
+    """The same chunks, and time limits that no busy machine runs into: nothing is asked twice."""
+    scheduler = msgspec.structs.replace(
+        fleet_settings.scheduler, lease_s=60.0, unclaimed_s=60.0, chunk_requests=50, queue_size=1000
+    )
+    inference = msgspec.structs.replace(fleet_settings.inference, batch_size=64)
+    return msgspec.structs.replace(fleet_settings, scheduler=scheduler, inference=inference)
+
+
+@pytest.fixture
 def store(fleet_settings: Settings) -> Store:
     assert fleet_settings.store.url is not None
     return open_store(fleet_settings.store.url)
@@ -55,13 +65,13 @@ def aim(monkeypatch: pytest.MonkeyPatch) -> Any:
     return aim_at
 
 
-def test_only_the_worker_named_takes_the_chunk(quick: Settings, store: Store, broker: Broker, aim: Any) -> None:
+def test_only_the_worker_named_takes_the_chunk(patient: Settings, store: Store, broker: Broker, aim: Any) -> None:
     aim("second", 3)
     batch = make_batch(store, 1000)
     with (
-        FakeWorker(quick, node="first") as first,
-        FakeWorker(quick, node="second") as second,
-        coordinating(quick, store),
+        FakeWorker(patient, node="first") as first,
+        FakeWorker(patient, node="second") as second,
+        coordinating(patient, store),
     ):
         status = wait_status(store, batch, "completed")
     check_outputs(store, batch)
@@ -73,13 +83,13 @@ def test_only_the_worker_named_takes_the_chunk(quick: Settings, store: Store, br
 
 
 def test_a_chunk_for_a_worker_that_died_goes_to_another(
-    quick: Settings, store: Store, broker: Broker, aim: Any
+    quick: Settings, patient: Settings, store: Store, broker: Broker, aim: Any
 ) -> None:
     aim("dead", 2)
     own = node_queue(MODEL, "dead")
     batch = make_batch(store, 500)
-    with FakeWorker(quick, node="other") as other:
-        with coordinating(quick, store) as running:
+    with FakeWorker(patient, node="other") as other:
+        with coordinating(patient, store) as running:
             wait_until(lambda: len(other.answered) == 400, 30, "everything else is answered", 0.01)
             out = running.core.book.out
             wait_until(lambda: [c.target for c in list(out.values())] == ["dead"] * 2, 30, "the two are left", 0.01)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
-import urllib.error
+from pathlib import Path
 
 import psutil
 
 from common import settings
 from common.messages import Kind, infer_queue
 from tests.conftest import ECHO_MODEL, make_fleet_env
+from tests.fault.brokers import drop_clients
 from tests.integration.conftest import READY
-from tests.support.brokers import Broker, RabbitBroker, RedisBroker
-from tests.support.chunks import Dispatch, StartWorker, chat, make_chunk
+from tests.support.brokers import Broker, RedisBroker
+from tests.support.chunks import RESULTS, Dispatch, StartWorker, chat, make_chunk
 from tests.support.ports import wait_until
 from tests.support.processes import Processes
+from workers.engine import echo_journal
 from workers.node import EXIT_ENGINE
 
 QUEUE = infer_queue(ECHO_MODEL)
@@ -42,24 +43,27 @@ def test_a_killed_workers_chunk_is_answered_by_the_next(
 
 
 def test_a_drain_keeps_acks_and_heartbeats_going(
-    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes, tmp_path: Path
 ) -> None:
     """A drain of several heartbeats (4 s each): what ends early is acked at once, and nothing is delivered again."""
+    ends = {name: tmp_path / f"let-go-{name}" for name in ("SHORT", "LONG")}
     worker = start_worker(
-        BATCHMILL_ECHO_FAULTS="SHORT=slow:1.5,LONG=slow:14",
+        BATCHMILL_ECHO_FAULTS=",".join(f"{name}=until:{file}" for name, file in ends.items()),
         BATCHMILL_BROKER_HEARTBEAT_S=4,
-        BATCHMILL_INFERENCE_DRAIN_S=40,
+        BATCHMILL_INFERENCE_DRAIN_S=120,
     )
     short = [dispatch.send(make_chunk([chat("SHORT")], ECHO_MODEL)) for _ in range(2)]
     long = dispatch.send(make_chunk([chat("LONG")], ECHO_MODEL))
     dispatch.wait_taken(*short, long)
-    began = time.monotonic()
     worker.signal(signal.SIGTERM)
+    worker.wait_line("draining")
+    ends["SHORT"].touch()
     for chunk in short:
         assert dispatch.wait(chunk).kinds() == OUTPUT
     # Acked now, not at the end of the drain.
-    broker.wait_depth(QUEUE, ready=0, unacked=1, timeout=5)
-    assert time.monotonic() - began < 10
+    broker.wait_depth(QUEUE, ready=0, unacked=1)
+    time.sleep(10)
+    ends["LONG"].touch()
     assert dispatch.wait(long).kinds() == OUTPUT
     assert worker.wait() == 0
     broker.wait_depth(QUEUE, ready=0, unacked=0)
@@ -70,7 +74,7 @@ def test_a_drain_keeps_acks_and_heartbeats_going(
 def test_the_end_of_the_drain_gives_chunks_back(
     broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
 ) -> None:
-    worker = start_worker(BATCHMILL_ECHO_FAULTS="HANG=hang", BATCHMILL_INFERENCE_DRAIN_S=0.5)
+    worker = start_worker(BATCHMILL_ECHO_FAULTS="HANG=hang", BATCHMILL_INFERENCE_DRAIN_S=3)
     chunk = dispatch.send(make_chunk([chat("HANG"), chat("a"), chat("b")], ECHO_MODEL))
     dispatch.wait_taken(chunk)
     assert worker.stop(20) == 0
@@ -103,10 +107,12 @@ def test_a_second_signal_skips_the_drain(redis_broker: RedisBroker, processes: P
 
 
 def test_a_dead_engine_ends_the_process_and_says_nothing_false(
-    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes, tmp_path: Path
 ) -> None:
-    worker = start_worker(BATCHMILL_ECHO_FAULTS="HANG=hang,DIE=die,E500=500")
+    journal = str(tmp_path / "journal")
+    worker = start_worker(BATCHMILL_ECHO_FAULTS="HANG=hang,DIE=die,E500=500", BATCHMILL_ECHO_JOURNAL=journal)
     chunk = dispatch.send(make_chunk([chat("HANG"), chat("fine")], ECHO_MODEL))
+    wait_until(lambda: any(e.kind == "=" for e in echo_journal.read(journal)), 30, "the engine has answered one")
     broker.wait_depth(QUEUE, ready=0, unacked=1)
     killer = dispatch.send(make_chunk([chat("DIE")], ECHO_MODEL))
     assert worker.wait(30) == EXIT_ENGINE
@@ -141,14 +147,18 @@ def test_workers_die_with_their_supervisor(start_worker: StartWorker, processes:
 
 
 def test_work_goes_on_through_a_broker_restart(
-    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes, tmp_path: Path
 ) -> None:
     """The chunk is delivered again and joins the copy that runs; its results wait for the broker."""
-    worker = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=slow:4", BATCHMILL_INFERENCE_DRAIN_S=20)
-    settle_queue_names(broker)
-    chunks = [dispatch.send(make_chunk([chat("SLOW"), chat("x")], ECHO_MODEL)) for _ in range(2)]
+    let_go = tmp_path / "let-go"
+    worker = start_worker(BATCHMILL_ECHO_FAULTS=f"HELD=until:{let_go}", BATCHMILL_INFERENCE_DRAIN_S=20)
+    chunks = [dispatch.send(make_chunk([chat("HELD"), chat("x")], ECHO_MODEL)) for _ in range(2)]
     dispatch.collect(lambda: all(len(dispatch.of(c).rows) == 1 for c in chunks), 10, "the fast rows")
-    broker.restart()
+    for name in (QUEUE, RESULTS):
+        broker.wait_saved(name)
+    broker.kill()
+    let_go.touch()
+    broker.start()
     for chunk in chunks:
         # A message may come twice: the broker died between taking it and saying so, or before our ack.
         rows = dispatch.wait(chunk, 60).rows
@@ -159,14 +169,16 @@ def test_work_goes_on_through_a_broker_restart(
 
 
 def test_a_worker_ends_while_the_broker_is_gone(
-    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes, tmp_path: Path
 ) -> None:
     """What it cannot publish is not lost: the chunk was never acked."""
-    worker = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=slow:3", BATCHMILL_INFERENCE_DRAIN_S=4)
-    settle_queue_names(broker)
-    chunk = dispatch.send(make_chunk([chat("SLOW")], ECHO_MODEL))
+    let_go = tmp_path / "let-go"
+    worker = start_worker(BATCHMILL_ECHO_FAULTS=f"HELD=until:{let_go}", BATCHMILL_INFERENCE_DRAIN_S=4)
+    chunk = dispatch.send(make_chunk([chat("HELD")], ECHO_MODEL))
     dispatch.wait_taken(chunk)
+    broker.wait_saved(QUEUE)
     broker.kill()
+    let_go.touch()
     worker.wait_line("onnection", 20)
     assert worker.stop(40) in (0, 1)
     processes.wait_gone()
@@ -202,28 +214,23 @@ def test_two_workers_of_one_name_are_refused(
     other.wait_line(READY)
 
 
-def settle_queue_names(broker: Broker) -> None:
-    """RabbitMQ 3.10 breaks a quorum queue that is killed before its name was saved."""
-    if isinstance(broker, RabbitBroker):
-        names = next(broker.server.folder.glob("mnesia/*/quorum/*/names.dets"))
-        changed = names.stat().st_mtime_ns
-        wait_until(lambda: names.stat().st_mtime_ns != changed, 30, "RabbitMQ saves its queue names")
-
-
 def test_a_redelivered_chunk_joins_the_copy_that_runs(
-    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker, processes: Processes, tmp_path: Path
 ) -> None:
-    worker = start_worker(BATCHMILL_ECHO_FAULTS="SLOW=slow:5")
-    chunk = dispatch.send(make_chunk([chat("SLOW")], ECHO_MODEL))
+    let_go = tmp_path / "let-go"
+    worker = start_worker(BATCHMILL_ECHO_FAULTS=f"HELD=until:{let_go}")
+    chunk = dispatch.send(make_chunk([chat("HELD")], ECHO_MODEL))
     dispatch.wait_taken(chunk)
-    if isinstance(broker, RabbitBroker):
-        wait_until(lambda: len(broker.server.api("GET", f"vhosts/{broker.vhost}/connections")) >= 2, 10, "connections")
-        for connection in broker.server.api("GET", f"vhosts/{broker.vhost}/connections"):
-            with contextlib.suppress(urllib.error.HTTPError):  # It may be one that closed a moment ago.
-                broker.server.api("DELETE", f"connections/{connection['name'].replace(' ', '%20').replace('>', '%3E')}")
-    else:
-        broker.state.client_kill_filter(_type="normal", skipme=True)
-    worker.wait_line("a copy of a running chunk joins it", 20)
+
+    def joined() -> bool:
+        if "a copy of a running chunk joins it" in worker.text:
+            return True
+        # RabbitMQ lists a connection a while after it was made.
+        drop_clients(broker)
+        return False
+
+    wait_until(joined, 60, "the chunk is delivered again", 2)
+    let_go.touch()
     assert dispatch.wait(chunk).kinds() == OUTPUT
     broker.wait_depth(QUEUE, ready=0, unacked=0)
     assert worker.stop() == 0

@@ -20,8 +20,14 @@ SEQS = 16
 
 def outstanding(control: Celery) -> tuple[int, int, int]:
     """(requests in or before the engine, running in it, chunks held), as the worker reports them."""
-    answer = control.control.inspect(timeout=5, limit=1).stats()
-    [stats] = (answer or {}).values()
+    answer = None
+    for _ in range(12):
+        # A worker on a busy machine may be late with its answer.
+        answer = control.control.inspect(timeout=5, limit=1).stats()
+        if answer:
+            break
+    assert answer, "the worker does not answer"
+    [stats] = answer.values()
     pool = stats["pool"]
     return pool["outstanding-requests"], pool["running-requests"], pool["chunks"]
 
@@ -52,10 +58,10 @@ def test_long_answers_do_not_empty_the_engine(
         # Samples, not a flood: every question is work for the thread that fetches chunks.
         time.sleep(0.05)
     assert len(samples) >= 5, samples
-    # Asking keeps the worker's main thread from fetching, and other processes keep it from running: one sample in
-    # twenty may show that.
+    # Asking keeps the worker's main thread from fetching, and other processes keep it from running: some samples show
+    # that. With a barrier nearly all would be low, since a chunk's long requests take twenty times as long as the rest.
     low = [s for s in samples if s[1] < 1.1 * SEQS]
-    assert len(low) <= len(samples) / 20, samples
+    assert len(low) <= len(samples) / 4, samples
     assert max(s[3] for s in samples) > 3, "never needed more than K chunks: this test tests nothing"
     for chunk in chunks:
         assert set(dispatch.wait(chunk, 90).kinds().values()) == {Kind.OUTPUT}
@@ -68,16 +74,17 @@ def test_a_full_engine_takes_no_more_than_its_chunks(
     broker: Broker, dispatch: Dispatch, start_worker: StartWorker, fleet_settings: Settings
 ) -> None:
     """With large chunks a worker holds K, and leaves the rest to others."""
-    start_worker(BATCHMILL_ECHO_MAX_NUM_SEQS=4, BATCHMILL_ECHO_LATENCY_MS=100, BATCHMILL_INFERENCE_CHUNKS_IN_FLIGHT=3)
+    # None of them ends while this looks.
+    start_worker(
+        BATCHMILL_ECHO_MAX_NUM_SEQS=4, BATCHMILL_ECHO_FAULTS="HANG=hang", BATCHMILL_INFERENCE_CHUNKS_IN_FLIGHT=3
+    )
     for _ in range(6):
-        dispatch.send(make_chunk([chat("x")] * 60, ECHO_MODEL))
+        dispatch.send(make_chunk([chat("HANG")] * 60, ECHO_MODEL, timeout_s=600.0))
     broker.wait_depth(QUEUE, ready=3, unacked=3)
     control = make_app(fleet_settings)
     # Delivered is not yet taken up.
-    wait_until(lambda: outstanding(control)[2] == 3, 10, "all three chunks run")
+    wait_until(lambda: outstanding(control) == (180, 4, 3), 10, "all three chunks run")
     for _ in range(5):
         requests, running, chunks = outstanding(control)
-        assert chunks == 3
-        assert running == 4
-        assert requests > 8
+        assert (requests, running, chunks) == (180, 4, 3)
     control.close()

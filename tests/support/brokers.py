@@ -84,7 +84,7 @@ class RedisServer:
         argv += ["--save", "", "--appendonly", "yes", "--maxmemory-policy", "noeviction", "--databases", "4096"]
         with open(self.folder / "redis.log", "ab") as log:
             self._process = subprocess.Popen(die_with_parent(argv), stdout=log, stderr=subprocess.STDOUT)
-        client = redis.Redis(port=self.port, socket_timeout=2)
+        client = redis.Redis(port=self.port, socket_timeout=10)
         with contextlib.closing(client):
             wait_until(lambda: _pings(client), 15, f"redis-server answers (log: {self.folder}/redis.log)", 0.02)
 
@@ -115,7 +115,7 @@ class RedisServer:
 
     def client(self, database: int) -> redis.Redis:
         """A client of one database."""
-        return redis.Redis(port=self.port, db=database, socket_timeout=5)
+        return redis.Redis(port=self.port, db=database, socket_timeout=30)
 
 
 class RabbitServer:
@@ -249,7 +249,7 @@ class RabbitServer:
             data=None if body is None else json.dumps(body).encode(),
             headers={"Authorization": f"Basic {self._login}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             text = answer.read()
         return json.loads(text) if text else None
 
@@ -322,13 +322,13 @@ class Broker:
         wait_until(
             lambda: _fits(self.depth(queue), ready, unacked),
             timeout,
-            f"{queue} has ready={ready} unacked={unacked}; it has {self.depth(queue)}",
+            lambda: f"{queue} has ready={ready} unacked={unacked}; it has {self.depth(queue)}",
         )
 
     @property
     def state(self) -> redis.Redis:
         """A client of the live state's database."""
-        return redis.Redis.from_url(self.state_url, socket_timeout=5)
+        return redis.Redis.from_url(self.state_url, socket_timeout=30)
 
     def wipe_state(self) -> None:
         """Lose the live state alone (on Redis as broker that is everything)."""

@@ -33,7 +33,7 @@ from common.messages import (
 )
 from common.serializer import CONTENT_TYPE
 from common.settings import Settings
-from tests.support.ports import wait_until
+from tests.support.ports import PATIENCE_S, wait_until
 from tests.support.processes import Process
 
 RESULTS = "results.0"
@@ -118,7 +118,8 @@ class Dispatch:
         return chunk
 
     def collect(self, enough: Callable[[], bool], timeout: float = 30, what: str = "results") -> None:
-        """Take results until `enough()`; `AssertionError` when time is up first."""
+        """Take results until `enough()`; `AssertionError` when time is up first (`PATIENCE_S` at least)."""
+        timeout = max(timeout, PATIENCE_S)
         deadline = time.monotonic() + timeout
         while not enough():
             assert time.monotonic() < deadline, f"no {what} within {timeout:g} s; have {self.summary()}"
@@ -202,7 +203,7 @@ class Dead:
 
 @contextlib.contextmanager
 def dead_letters(settings: Settings) -> Iterator[Callable[[int], list[Dead]]]:
-    """A function that waits for so many dead letters (30 s) and returns all that came."""
+    """A function that waits for so many dead letters and returns all that came."""
     found: list[Dead] = []
 
     def on_message(message: Any) -> None:
@@ -215,7 +216,7 @@ def dead_letters(settings: Settings) -> Iterator[Callable[[int], list[Dead]]]:
         with Consumer(connection.channel(), queues=[dead], on_message=on_message, accept=[CONTENT_TYPE]):
 
             def wait(count: int) -> list[Dead]:
-                deadline = time.monotonic() + 30
+                deadline = time.monotonic() + PATIENCE_S
                 while len(found) < count:
                     assert time.monotonic() < deadline, f"{len(found)} dead letters of {count}"
                     with contextlib.suppress(TimeoutError):

@@ -43,7 +43,7 @@ from producers.batch import INVALID_DTYPE, Batch, Input, Status, folder
 from producers.coordinator.broker_calls import BrokerTrouble, broker_calls
 from producers.coordinator.core import Core
 from producers.coordinator.service import Service
-from tests.support.ports import wait_until
+from tests.support.ports import PATIENCE_S, wait_until
 
 MODEL = "echo-test@1"
 
@@ -164,8 +164,9 @@ def answer_all(batch_id: str, row: Row, attempt: int) -> tuple[Kind, bytes] | No
 class FakeWorker:
     """Takes chunks of one model version and answers them, over and over until `close`.
 
-    `gate` may be cleared to hold chunks (leased, not answered); `crash` drops what is held without a word, its leases
-    and its connection with it. `ahead_s`: by how much its clock is wrong.
+    `gate` may be cleared to hold chunks (leased, not answered), or is so by itself once `hold_after` rows are answered:
+    whoever looked for that moment from outside could come too late. `crash` drops what is held without a word, its
+    leases and its connection with it. `ahead_s`: by how much its clock is wrong.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class FakeWorker:
         max_num_seqs: int = 64,
         announce: bool = True,
         ahead_s: float = 0.0,
+        hold_after: int | None = None,
     ) -> None:
         self._settings = settings
         self._chunks, self._results = codecs(settings)
@@ -193,6 +195,7 @@ class FakeWorker:
         self._copies = copies
         self._announce = announce
         self._ahead_s = ahead_s
+        self._hold_after = hold_after
         self.facts = WorkerFacts(
             node=node,
             model=model,
@@ -223,6 +226,15 @@ class FakeWorker:
         for thread in self._threads:
             thread.start()
 
+    def hold_after(self, rows: int) -> None:
+        """Hold chunks once so many rows are answered, all of them counted."""
+        self._hold_after = rows
+
+    def let_go(self) -> None:
+        """Answer what is held, and go on."""
+        self.holding.clear()
+        self.gate.set()
+
     def crash(self) -> None:
         """End at once: nothing is acknowledged, leases lapse by themselves."""
         self._crash.set()
@@ -244,7 +256,7 @@ class FakeWorker:
         self._stop.set()
         self.gate.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
         self._publisher.close()
         self._live.close()
 
@@ -265,7 +277,7 @@ class FakeWorker:
                 self._live.renew_leases(held, self.facts.node, lease_s)
             except Exception:
                 time.sleep(0.05)
-            if self._stop.wait(lease_s / 5):
+            if self._stop.wait(min(lease_s / 5, 0.5)):
                 break
         if not self._crash.is_set():
             try:
@@ -317,6 +329,9 @@ class FakeWorker:
         except Exception:
             time.sleep(0)
         self.taken.append(chunk)
+        if self._hold_after is not None and len(self.answered) >= self._hold_after:
+            self._hold_after = None
+            self.gate.clear()
         if not self.gate.is_set():
             self.holding.set()
             self.gate.wait()
@@ -408,7 +423,7 @@ class Running:
     def stop(self) -> None:
         """Stop it cleanly; raises what it failed with."""
         self._stop.set()
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         if self.error is not None:
             raise self.error
@@ -440,7 +455,7 @@ def wait_status(store: Store, batch: Batch, *words: str, timeout: float = 60) ->
     wait_until(
         lambda: status_of(store, batch).status in words,
         timeout,
-        f"{batch.id} is {' or '.join(words)}; it is {status_of(store, batch)}",
+        lambda: f"{batch.id} is {' or '.join(words)}; it is {status_of(store, batch)}",
         0.02,
     )
     return status_of(store, batch)

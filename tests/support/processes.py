@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.ports import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "BATCHMILL_TEST_MARK"
 
@@ -74,8 +76,12 @@ class Process:
         return self.popen.poll() is None
 
     def wait_line(self, pattern: str, timeout: float = 60, after: int = 0) -> re.Match[str]:
-        """The first line (from number `after` on) that matches; `AssertionError` when it ends or time is up first."""
+        """The first line (from number `after` on) that matches.
+
+        `AssertionError` when the process ends first, or `timeout` seconds are over (`PATIENCE_S` if that is more).
+        """
         wanted = re.compile(pattern)
+        timeout = max(timeout, PATIENCE_S)
         deadline = time.monotonic() + timeout
         with self._news:
             while True:
@@ -93,6 +99,7 @@ class Process:
 
     def wait(self, timeout: float = 60) -> int:
         """Its exit status (negative: the signal)."""
+        timeout = max(timeout, PATIENCE_S)
         try:
             status = self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -109,7 +116,7 @@ class Process:
     def kill(self) -> None:
         """SIGKILL this process alone, and wait for its end."""
         self.popen.kill()
-        self.popen.wait(20)
+        self.popen.wait(PATIENCE_S)
 
     def stop(self, timeout: float = 60) -> int:
         """SIGTERM, and its exit status."""
@@ -171,8 +178,9 @@ class Processes:
                 continue
         return found
 
-    def wait_gone(self, timeout: float = 20) -> None:
+    def wait_gone(self, timeout: float = PATIENCE_S) -> None:
         """Wait until nothing is left; `AssertionError` names what is."""
+        timeout = max(timeout, PATIENCE_S)
         deadline = time.monotonic() + timeout
         while left := self.survivors():
             if time.monotonic() > deadline:
@@ -196,4 +204,4 @@ class Processes:
                     other.kill()
             psutil.wait_procs(left, timeout=1)
         for process in self.started:
-            process.popen.wait(10)
+            process.popen.wait(PATIENCE_S)

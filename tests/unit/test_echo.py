@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -142,6 +143,19 @@ def test_death_reaches_every_request() -> None:
     assert [type(f) for f in asyncio.run(run())] == [EngineDead, EngineDead]
 
 
+def test_a_request_waits_for_its_file(tmp_path: Path) -> None:
+    engine = make(FAULTS=f"GATE=until:{tmp_path}/open")
+
+    async def run() -> Any:
+        waiting = asyncio.ensure_future(engine.infer(URLS[3], b'{"input":"GATE"}'))
+        await engine.infer(URLS[3], b'{"input":"x"}')
+        assert not waiting.done()
+        (tmp_path / "open").touch()
+        return (await waiting).status
+
+    assert asyncio.run(run()) == 200
+
+
 def test_faults_count() -> None:
     faults = Faults("A=500*2, B=slow:1.5")
     assert [bool(faults.find(b"xAx")) for _ in range(3)] == [True, True, False]
@@ -152,7 +166,7 @@ def test_faults_count() -> None:
     assert not Faults("")
 
 
-@pytest.mark.parametrize("script", ["A", "A=nonsense", "=die", "A=slow:x", "A=500*x"])
+@pytest.mark.parametrize("script", ["A", "A=nonsense", "=die", "A=slow:x", "A=500*x", "A=until"])
 def test_a_script_that_cannot_be_read_is_a_usage_error(script: str) -> None:
     with pytest.raises(UsageError, match="BATCHMILL_ECHO_FAULTS"):
         Faults(script)

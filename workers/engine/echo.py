@@ -97,6 +97,10 @@ class EchoEngine:
             case "slow":
                 await self._wait(fault.seconds)
                 return None
+            case "until":
+                while not os.path.exists(fault.file):
+                    await self._wait(0.05)
+                return None
             case "hang":
                 await self._wait(None)
             case "die":

@@ -2,9 +2,10 @@
 
 `BATCHMILL_ECHO_FAULTS` is a list `MARKER=action` with commas between; a request whose body contains the marker meets
 the action. Actions: `die` (the engine is dead from then on), `kill` (SIGKILL of the process), `hang`, `slow:SECONDS`,
-`abort` (200 with finish reason abort), `garbage` (200 that is not JSON), `raise`, `memoryerror`, `systemexit`, or an
-HTTP status such as `500`. `*N` behind an action limits it to the first N times: of this process, or of all processes
-with the same `BATCHMILL_ECHO_FAULTS_DIR`, an existing folder (so that what ends the process can happen once).
+`until:FILE` (answered once there is such a file), `abort` (200 with finish reason abort), `garbage` (200 that is not
+JSON), `raise`, `memoryerror`, `systemexit`, or an HTTP status such as `500`. `*N` behind an action limits it
+to the first N times: of this process, or of all processes with the same `BATCHMILL_ECHO_FAULTS_DIR`, an existing folder
+(so that what ends the process can happen once).
 """
 
 from __future__ import annotations
@@ -14,18 +15,26 @@ import threading
 
 from common.errors import UsageError
 
-ACTIONS = frozenset({"die", "kill", "hang", "slow", "abort", "garbage", "raise", "memoryerror", "systemexit"})
+ACTIONS = frozenset({"die", "kill", "hang", "slow", "until", "abort", "garbage", "raise", "memoryerror", "systemexit"})
 
 
 class Fault:
-    """One entry: `action`, `seconds` (of `slow`), `status` (of an HTTP status)."""
+    """One entry: `action`, `seconds` (of `slow`), `file` (of `until`), `status` (of an HTTP status)."""
 
     def __init__(
-        self, marker: bytes, action: str, seconds: float, status: int, times: int | None, folder: str | None = None
+        self,
+        marker: bytes,
+        action: str,
+        seconds: float,
+        status: int,
+        times: int | None,
+        folder: str | None = None,
+        file: str = "",
     ) -> None:
         self.marker = marker
         self.action = action
         self.seconds = seconds
+        self.file = file
         self.status = status
         self._left = times
         self._times = times or 0
@@ -72,11 +81,13 @@ class Faults:
 def _parse(entry: str, folder: str | None) -> Fault:
     marker, _, rest = entry.partition("=")
     action, _, times = rest.partition("*")
-    action, _, seconds = action.partition(":")
+    action, _, detail = action.partition(":")
     try:
         status = int(action) if action.isdigit() else 0
-        if not marker or (not status and action not in ACTIONS):
+        file = detail if action == "until" else ""
+        if not marker or (not status and action not in ACTIONS) or (action == "until" and not file):
             raise ValueError
-        return Fault(marker.encode(), action, float(seconds or 0), status, int(times) if times else None, folder)
+        seconds = 0.0 if file else float(detail or 0)
+        return Fault(marker.encode(), action, seconds, status, int(times) if times else None, folder, file)
     except ValueError:
         raise UsageError(f"BATCHMILL_ECHO_FAULTS: cannot read '{entry}'; write MARKER=action") from None
