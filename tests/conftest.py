@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from common import settings as settings_module
@@ -35,7 +36,11 @@ ECHO_MODEL = "echo-test@1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A person's own settings must not reach the tests."""
+    """A person's own settings must not reach the tests, nor a busy machine's pace those that Hypothesis makes."""
+    hypothesis.settings.register_profile(
+        "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("patient")
     for name in [n for n in os.environ if n.startswith("BATCHMILL_") and not n.startswith("BATCHMILL_TEST_")]:
         # Where pulled models lie is a property of the machine; everything else is a test's own business.
         if name != "BATCHMILL_INFERENCE_MODELS_DIR":

@@ -237,7 +237,7 @@ def test_aborted_by_a_living_engine_is_a_failed_attempt(demo: Running) -> None:
     engine, llm = demo.engine, demo.engine._llm
     futures = [demo.thread.submit(engine.infer(url, body(url, "Count.", 900, ignore_eos=True))) for url in GENERATE]
     wait_until(lambda: engine.stats().running == len(futures), 60, "all requests run")
-    demo.thread.submit(llm.abort(list(llm.output_processor.request_states), internal=True)).result(20)
+    demo.thread.submit(llm.abort(list(llm.output_processor.request_states), internal=True)).result(60)
     for url, future in zip(GENERATE, futures, strict=True):
         answer = future.result(60)
         assert (answer.status, kind(url, answer)) == (503, Kind.RETRY)
@@ -257,7 +257,7 @@ def test_told_to_end_it_gives_no_cut_answers(demo: Running) -> None:
         with pytest.raises(EngineDead):
             future.result(60)
     # As long as the engine's process takes to end.
-    assert time.monotonic() - killed_at < 45
+    assert time.monotonic() - killed_at < 55
     with pytest.raises(EngineDead):
         demo.infer(CHAT, body(CHAT, "Hello", 2))
     wait_until(lambda: demo.deaths != [], 10, "the watch of the engine's thread reports it")

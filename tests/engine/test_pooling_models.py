@@ -80,9 +80,10 @@ def test_killed_engine_is_dead_at_once(embedder: Running) -> None:
     wait_until(lambda: engine.stats().waiting > 0, 60, "the request runs")
     killed_at = embedder.kill(signal.SIGKILL)
     with pytest.raises(EngineDead):
-        future.result(20)
+        future.result(60)
     with pytest.raises(EngineDead):
         embedder.infer(url, body(url, "you"))
     with pytest.raises(EngineDead):
-        embedder.thread.submit(engine.check()).result(20)
-    assert time.monotonic() - killed_at < 5
+        embedder.thread.submit(engine.check()).result(60)
+    # At once, and not when something else gives up.
+    assert time.monotonic() - killed_at < 15

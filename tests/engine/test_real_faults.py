@@ -84,7 +84,7 @@ def test_a_real_engine_killed_poisoned_hung_and_orphaned(
     family = first.children()
     assert any(p.name().startswith("VLLM") for p in family)
     first.kill()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
     second = processes.worker(faulty, demo_name)
     checked = outputs(env, batch, tmp_path / "sound", list(sound), [])

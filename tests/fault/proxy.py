@@ -25,14 +25,14 @@ class Proxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(60)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
 
     def cut(self) -> None:
         """Packets vanish: connections stay and nothing passes, in either direction; new ones hang."""

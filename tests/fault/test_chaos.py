@@ -18,7 +18,6 @@ from producers.batch import FINAL
 from tests.fault import brokers
 from tests.fault.fleet import READY, Asked, Fleet
 from tests.fault.table import case
-from tests.fault.test_brokers import SETTLED_S
 from tests.support.ports import wait_until
 from tests.support.processes import Process
 
@@ -46,7 +45,7 @@ class Chaos:
             worker.wait_line(READY, 90)
         warm = self.fleet.submit(20)
         wait_until(lambda: self.fleet.status(warm).status in FINAL, 60, "all queues are in use")
-        time.sleep(SETTLED_S)
+        self.fleet.broker.wait_saved()
 
     def run(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -53,7 +53,7 @@ def test_active_coordinator_replaced(fleet: Fleet) -> None:
         second.signal(signal.SIGSTOP)
         stopped = time.monotonic()
         leads(third)
-        assert time.monotonic() - stopped < 15
+        assert time.monotonic() - stopped < 45
         second.signal(signal.SIGCONT)
         assert second.wait(30) == 75
         assert "ousted" in second.text
@@ -72,7 +72,7 @@ def test_submit_killed(fleet: Fleet) -> None:
             path, ids = fleet.write_input(40)
             argv = [sys.executable, "-m", "producers", "submit", str(path), "--detach"]
             env = fleet.env | injected("kill_at_step", fleet.folder) | {"BATCHMILL_TEST_INJECT_STEP": str(step)}
-            done = subprocess.run(argv, env=env, cwd=fleet.folder, capture_output=True, timeout=60, check=False)
+            done = subprocess.run(argv, env=env, cwd=fleet.folder, capture_output=True, timeout=120, check=False)
             # The next submit clears away or completes what this one left.
             listed = {batch["id"] for batch in fleet.producers("list", "--all")["data"]}
             new = listed - visible

@@ -55,14 +55,14 @@ def test_expired_in_each_phase(fleet: Fleet) -> None:
         queued.cut("expired")
         assert fleet.wait_ended(queued) == "expired"
         workers_at_last(fleet)
-        started = fleet.submit(2500, "--completion-window", "5s")
+        started = fleet.submit(5000, "--completion-window", "8s")
         started.cut("expired")
-        ending = fleet.submit(400, "--completion-window", "6s")
+        ending = fleet.submit(400, "--completion-window", "9s")
         ending.cut("expired", "completed")
         whole = fleet.submit(400, "--completion-window", "1h")
     fleet.finish()
     assert fleet.status(queued).request_counts.completed == 0
-    assert 0 < fleet.status(started).request_counts.completed < 2500
+    assert 0 < fleet.status(started).request_counts.completed < 5000
     assert fleet.status(whole).request_counts.completed == 400
 
 

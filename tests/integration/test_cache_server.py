@@ -215,7 +215,7 @@ def test_a_full_server_without_anything_of_ours_takes_nothing_and_breaks_nothing
 
 @pytest.mark.parametrize("user", ["", "managed"])
 def test_entries_end_with_their_time(make: Make, managed: str, user: str) -> None:
-    server = CacheServer(make(user=user, ttl_s=1), 5)
+    server = CacheServer(make(user=user, ttl_s=4), 5)
     server.configure()
     server.put([(key(1), b"x")])
     assert server.get([key(1)])[1] == [b"x"]
@@ -277,15 +277,16 @@ def test_a_server_that_fails_costs_its_time_once(
         cache_server.kill()
     began = time.monotonic()
     assert cache.get([key(1), key(2)]) == {key(1): b"answer"}
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
     began = time.monotonic()
     for _ in range(100):
         assert cache.get([key(2)]) == {}
         cache.put(key(3), b"answer")
-    assert time.monotonic() - began < 1
+    # Each of them would have taken 0.3 s.
+    assert time.monotonic() - began < 20
     began = time.monotonic()
     cache.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_it_is_used_again_once_it_is_back(

@@ -81,7 +81,7 @@ def test_flower_shows_workers_engines_and_tasks_but_no_prompt(
         chunk = chrome.find_element(By.CSS_SELECTOR, "#tasks-table tbody a")
         chunk_id = chunk.text
         chunk.click()
-        WebDriverWait(chrome, 30).until(lambda d: "/task/" in d.current_url)
+        WebDriverWait(chrome, 60).until(lambda d: "/task/" in d.current_url)
         task = text_when(chrome, chrome.current_url, "batchmill.infer_chunk", f"chunk={chunk_id}", "requests=")
         assert SECRET not in task
 

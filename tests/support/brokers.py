@@ -296,8 +296,8 @@ class Broker:
         self.kill()
         self.start()
 
-    def wait_saved(self, queue: str) -> None:
-        """Wait until a kill cannot make the broker forget the queue."""
+    def wait_saved(self, *queues: str) -> None:
+        """Wait until a kill cannot make the broker forget these queues, or any that there is."""
 
     def wipe(self) -> None:
         """Lose everything at once: all queues, and all live state."""
@@ -406,16 +406,17 @@ class RabbitBroker(Broker):
     def resume(self) -> None:
         self.server.resume()
 
-    def wait_saved(self, queue: str) -> None:
+    def wait_saved(self, *queues: str) -> None:
         # Its directory of quorum queues is a dets table that is saved a while after a change, 500 ms when the machine
         # has time: a younger queue comes back empty, and no event tells.
-        wanted = f"{self.vhost}_{queue}".encode()
+        wanted = [f"{self.vhost}_{name}".encode() for name in queues or self._quorum_queues()]
         (table,) = (self.server.folder / "mnesia").glob("*/quorum/*/names.dets")
 
         def saved() -> bool:
-            return wanted in table.read_bytes() and time.time() - table.stat().st_mtime > 1
+            known = table.read_bytes()
+            return all(name in known for name in wanted) and time.time() - table.stat().st_mtime > 1
 
-        wait_until(saved, 30, f"RabbitMQ has saved that there is a queue {queue}")
+        wait_until(saved, 30, f"RabbitMQ has saved that there are {wanted}")
 
     def wipe(self) -> None:
         for name in self._names():
@@ -428,6 +429,9 @@ class RabbitBroker(Broker):
     def _names(self) -> list[str]:
         found = self.server.api("GET", f"queues/{self.vhost}?disable_stats=true&enable_queue_totals=true")
         return [q["name"] for q in found]
+
+    def _quorum_queues(self) -> list[str]:
+        return [q["name"] for q in self.server.api("GET", f"queues/{self.vhost}") if q.get("type") == "quorum"]
 
     def queues(self) -> list[str]:
         return sorted(n for n in self._names() if not _is_celerys(n))

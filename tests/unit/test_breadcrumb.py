@@ -73,7 +73,7 @@ def test_it_outlives_the_process_that_wrote_it(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"there\n"
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
     found = breadcrumb.read(path)
     assert found is not None
@@ -98,7 +98,7 @@ def test_a_request_costs_microseconds(tmp_path: Path) -> None:
         for position in range(2000):
             crumb.leave(crumb.enter(chunk, batch, position))
         best = min(best, (time.perf_counter() - began) / 2000)
-    assert best < 20e-6
+    assert best < 100e-6
 
 
 def test_a_report_names_each_chunk_and_suspects_only_after_a_crash() -> None:

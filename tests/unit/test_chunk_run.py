@@ -171,7 +171,7 @@ def in_thread(
     thread.start()
 
     def join() -> Abort | None:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
         reason: Abort | None = ended[0]
         return reason
@@ -192,7 +192,7 @@ def test_giving_up_sends_what_is_done(start_engine: StartEngine, reason: Abort, 
     stuck = Stuck(2)
     engine = start_engine(stuck)
     work, sent, join = in_thread(make_chunk([chat("fast"), chat("HANG"), chat("HANG")], MODEL), engine)
-    assert stuck.full.wait(5)
+    assert stuck.full.wait(60)
     work.abort(reason)
     work.abort(Abort.USER)  # the first reason stands
     assert join() is reason
@@ -217,7 +217,7 @@ def test_cancelled_batches_are_forgotten(start_engine: StartEngine) -> None:
     one, two = make_chunk([chat("HANG")] * 2, MODEL), make_chunk([chat("HANG"), chat("x")], MODEL)
     both = msgspec.structs.replace(one, slices=[*one.slices, *two.slices])
     work, sent, join = in_thread(both, start_engine(stuck))
-    assert stuck.full.wait(5)
+    assert stuck.full.wait(60)
     work.forget({one.slices[0].batch, "unknown"})
     work.forget({two.slices[0].batch})
     assert join() is None
@@ -253,7 +253,7 @@ def test_the_lane_lets_a_bounded_number_in(start_engine: StartEngine) -> None:
     thread, lane = start_engine(stuck)
     chunks = [make_chunk([chat("HANG")] * 10, MODEL) for _ in range(3)]
     runs = [in_thread(chunk, (thread, lane)) for chunk in chunks]
-    assert stuck.full.wait(5)
+    assert stuck.full.wait(60)
     wait_until(lambda: lane.outstanding == 30, 5, "all requests in or before the engine")
     assert lane.inside == inside_limit(4) < 30
     assert stuck.stats().running == 4
@@ -424,7 +424,7 @@ def test_a_broken_loop_is_a_death() -> None:
 
     tasks: list[asyncio.Task[None]] = []
     thread.call(lambda: tasks.append(thread.loop.create_task(leave())))
-    assert told.wait(5)
+    assert told.wait(60)
     assert deaths == ["its loop ended: SystemExit"]
     assert isinstance(tasks[0].exception(), SystemExit)  # or asyncio logs, when it is collected, that nobody asked
     thread.stop(5)

@@ -50,7 +50,7 @@ def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
         assert not FileLock(path).try_acquire()
     finally:
         holder.kill()
-        holder.wait(10)
+        holder.wait(60)
     assert not is_held(path)
     assert holder_pid(path) is None
 
@@ -76,7 +76,7 @@ def test_a_lock_is_not_inherited_by_children(tmp_path: Path) -> None:
         assert not is_held(tmp_path / "a.lock")
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(60)
 
 
 def test_keys_are_made_once_and_are_for_their_owner_alone(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def wait_exit(child: Child) -> None:
     assert child.pid is not None
     fd = os.pidfd_open(child.pid)
     try:
-        assert select.select([fd], [], [], 20)[0]
+        assert select.select([fd], [], [], 60)[0]
     finally:
         os.close(fd)
 
@@ -224,8 +224,8 @@ def test_a_child_dies_with_the_daemon(tmp_path: Path) -> None:
     fd = os.pidfd_open(int(daemon.stdout.readline()))
     try:
         daemon.send_signal(signal.SIGKILL)
-        daemon.wait(10)
-        assert select.select([fd], [], [], 10)[0], "the child outlived its daemon"
+        daemon.wait(60)
+        assert select.select([fd], [], [], 60)[0], "the child outlived its daemon"
     finally:
         os.close(fd)
 
@@ -239,12 +239,12 @@ def test_leftovers_are_found_by_mark_and_by_session_and_nothing_else_is(tmp_path
         recorded = [(by_session.pid, seen.started), (stranger.pid, 1)]
         assert {p.pid for p in procfs.of_fleet(tmp_path, recorded)} == {marked.pid, by_session.pid}
         assert procfs.kill_all(lambda: procfs.of_fleet(tmp_path, recorded)) == 2
-        assert marked.wait(10) == by_session.wait(10) == -signal.SIGKILL
+        assert marked.wait(60) == by_session.wait(60) == -signal.SIGKILL
         assert stranger.poll() is None
     finally:
         for process in (marked, by_session, stranger):
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 def test_descendants_are_found_however_deep() -> None:
@@ -258,10 +258,10 @@ def test_descendants_are_found_however_deep() -> None:
         child = next(p for p in found if p.parent == parent.pid)
         assert parent.pid in {p.pid for p in found}
         procfs.kill_all(lambda: [p for p in procfs.below(os.getpid()) if p.pid == child.pid])
-        parent.wait(10)
+        parent.wait(60)
     finally:
         parent.kill()
-        parent.wait(10)
+        parent.wait(60)
 
 
 def test_wishes_are_read_with_their_time(tmp_path: Path) -> None:

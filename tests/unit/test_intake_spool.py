@@ -187,7 +187,7 @@ def test_a_batch_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
             part = next(self.parts)
             if not part:
                 reached.set()
-                assert go.wait(30)
+                assert go.wait(60)
             return part
 
     from producers.intake import submit_stream
@@ -197,7 +197,7 @@ def test_a_batch_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
         target=lambda: made.append(submit_stream(Slow(), store, Settings(), REGISTRY, Options()).id)  # type: ignore[arg-type]
     )
     thread.start()
-    assert reached.wait(30)
+    assert reached.wait(60)
     assert len(store.list("incoming")) == 2
     recover(store)
     other = submit(store)

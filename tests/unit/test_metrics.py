@@ -27,7 +27,7 @@ def test_labels_cannot_carry_what_users_wrote() -> None:
 def test_metrics_are_served() -> None:
     port = metrics.serve(Telemetry(metrics_port=free_port()))
     metrics.CHUNKS_SENT.labels(model="m@1").inc()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     assert 'batchmill_chunks_sent_total{model="m@1"}' in text
 

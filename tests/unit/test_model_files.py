@@ -147,16 +147,16 @@ def test_two_pulls_at_once_download_once(bucket: ModelVersion, settings: Setting
 
     first = threading.Thread(target=lambda: results.append(pulling.pull(NAME, bucket, settings, slow)))
     first.start()
-    assert inside.wait(20)
+    assert inside.wait(60)
     waiting = threading.Event()
     second = threading.Thread(
         target=lambda: results.append(pulling.pull(NAME, bucket, settings, lambda line: waiting.set()))
     )
     second.start()
-    assert waiting.wait(20)
+    assert waiting.wait(60)
     go.set()
-    first.join(20)
-    second.join(20)
+    first.join(60)
+    second.join(60)
     # Either thread may be the first to say so.
     assert sorted(r.new for r in results) == [False, True]
 

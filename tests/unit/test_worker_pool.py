@@ -90,7 +90,7 @@ class Settled:
         self.event.set()
 
     def get(self) -> Any:
-        assert self.event.wait(5)
+        assert self.event.wait(60)
         return self.value
 
 
@@ -129,11 +129,11 @@ def test_terminating_names_the_chunk_and_a_person(pool: EnginePool, node: FakeNo
 
     def task() -> str:
         running.set()
-        assert node.hold.wait(5)
+        assert node.hold.wait(60)
         return "ended"
 
     job = pool.apply_async(task, **settled.options("chunk_1"))
-    assert running.wait(5)
+    assert running.wait(60)
     pool.terminate_job(job.id, 15)
     assert settled.get() == "ended"
     assert node.aborted == [("chunk_1", Abort.USER)]
@@ -157,7 +157,7 @@ def test_jobs_are_held_until_they_are_settled(pool: EnginePool, node: FakeNode) 
         node.hold.wait(5)
 
     pool.apply_async(task, **settled.options())
-    assert running.wait(5)
+    assert running.wait(60)
     assert pool.held == 1
     node.hold.set()
     settled.get()
@@ -194,7 +194,7 @@ def test_a_drain_runs_timers_and_acks_on_the_main_thread_and_reads_no_socket(
 
     def task() -> None:
         running.set()
-        assert node.hold.wait(5)
+        assert node.hold.wait(60)
 
     def beat() -> None:
         beats.append(threading.current_thread())
@@ -206,7 +206,7 @@ def test_a_drain_runs_timers_and_acks_on_the_main_thread_and_reads_no_socket(
     hub.timer.call_repeatedly(0.02, beat)
     hub.call_soon(reads.append, "a socket reader")
     pool.apply_async(task, **settled.options())
-    assert running.wait(5)
+    assert running.wait(60)
     pool.close()
     pool.stop()
     assert len(beats) >= 3
@@ -222,11 +222,11 @@ def test_at_the_deadline_chunks_are_given_back(pool: EnginePool, node: FakeNode)
 
     def task() -> None:
         running.set()
-        assert node.hold.wait(5)
+        assert node.hold.wait(60)
         raise Reject("given back", requeue=True)
 
     pool.apply_async(task, **settled.options())
-    assert running.wait(5)
+    assert running.wait(60)
     pool.close()
     pool.stop()
     assert node.aborted == [("*", Abort.DRAIN)]

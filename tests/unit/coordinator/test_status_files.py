@@ -22,20 +22,20 @@ def test_a_final_status_is_not_overwritten_by_one_that_was_on_its_way(tmp_path: 
 
     def slowly() -> None:
         writing.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     def in_progress() -> bool:
         return files.say(Status(id=batch_id, status="in_progress"), slowly, lambda _: not final)
 
     first = threading.Thread(target=in_progress)
     first.start()
-    assert writing.wait(10)
+    assert writing.wait(60)
     final = True
     last = threading.Thread(target=lambda: files.say(Status(id=batch_id, status="completed"), slowly))
     last.start()
     go_on.set()
-    first.join(10)
-    last.join(10)
+    first.join(60)
+    last.join(60)
     assert not in_progress()
     assert msgspec.json.decode(store.read(f"{folder(batch_id)}/status.json"), type=Status).status == "completed"
     assert files.say(Status(id=batch_id, status="failed"), lambda: None)

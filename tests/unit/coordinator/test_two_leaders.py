@@ -38,7 +38,7 @@ def test_a_leader_that_hangs_in_the_middle_of_a_status_never_has_the_last_word(t
 
     def hang() -> None:
         hangs.set()
-        assert goes_on.wait(20)
+        assert goes_on.wait(60)
 
     def fence() -> None:
         if stopped == "before the fence":
@@ -61,7 +61,7 @@ def test_a_leader_that_hangs_in_the_middle_of_a_status_never_has_the_last_word(t
 
     zombie = threading.Thread(target=say)
     zombie.start()
-    assert hangs.wait(20)
+    assert hangs.wait(60)
     # As one that saw it silent for long enough: on another host, since here the first would count as alive.
     store.create_exclusive("epochs/0/2", b"{}")
     new = Leadership(store, 0, tmp_path / "wal-b", 600)
@@ -69,7 +69,7 @@ def test_a_leader_that_hangs_in_the_middle_of_a_status_never_has_the_last_word(t
     store.sweep(folder(batch.id))
     StatusFiles(store).say(Status(id=batch.id, status="completed"), new.check)
     goes_on.set()
-    zombie.join(20)
+    zombie.join(60)
     assert read_status(store, batch).status == "completed"
     assert [type(exc) for exc in failed] == {
         "before the file": [Ousted],
