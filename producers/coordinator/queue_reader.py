@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any
 
@@ -20,7 +21,7 @@ log = get(__name__)
 _IDLE_S = 0.5
 
 
-class QueueReader:
+class QueueReader(ABC):
     """One thread: `run` until the core stops. A subclass says in `take` what becomes of a message."""
 
     def __init__(self, core: Core, settings: Settings, name: str) -> None:
@@ -42,12 +43,12 @@ class QueueReader:
                 self._core.stop.wait(delay)
         self.close()
 
-    def close(self) -> None:
-        """Let go of what the reader holds besides its connection."""
+    def close(self) -> None:  # noqa: B027
+        """Let go of what the reader holds besides its connection; nothing, unless a subclass says otherwise."""
 
+    @abstractmethod
     def take(self, message: Any, connection: Connection) -> None:
         """Deal with a message and acknowledge it. What it raises ends the coordinator, but for `BrokerTrouble`."""
-        raise NotImplementedError
 
     def subscribe(self, connection: Connection) -> None:
         """Declare the queue and consume from it, a message at a time."""

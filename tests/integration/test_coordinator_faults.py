@@ -92,7 +92,7 @@ def test_a_worker_that_dies_costs_nothing_but_time(settings: Settings, store: St
         doomed.crash()
         with FakeWorker(settings, node="other"):
             wait_status(store, batch, "completed")
-        assert running.core.book.out == {}
+        wait_until(lambda: running.core.book.out == {}, 10, "nothing is out")
     check_no_errors(store, batch)
 
 

@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from tests.conftest import ARTIFACTS, ECHO_MODEL
 from tests.support.brokers import Broker
 from tests.support.browser import browser
-from tests.support.ports import free_port
+from tests.support.ports import free_port, wait_until
 from tests.support.processes import ROOT, Process, Processes
 
 SECRET = "zanzibar"
@@ -78,11 +78,11 @@ def test_flower_shows_workers_engines_and_tasks_but_no_prompt(
         tasks = text_when(chrome, f"{flower}/tasks", "chunk_", "requests=256batch=batch_", "SUCCESS", NODE)
         assert SECRET not in tasks
         chrome.save_screenshot(str(ARTIFACTS / f"flower-tasks-{broker.kind}.png"))
-        chunk = chrome.find_element(By.CSS_SELECTOR, "#tasks-table tbody a")
-        chunk_id = chunk.text
-        chunk.click()
-        WebDriverWait(chrome, 60).until(lambda d: "/task/" in d.current_url)
-        task = text_when(chrome, chrome.current_url, "batchmill.infer_chunk", f"chunk={chunk_id}", "requests=")
+        # In one go: the table is drawn anew every now and then.
+        first = "const link = document.querySelector('#tasks-table tbody a'); return [link.textContent, link.href]"
+        chunk_id, link = chrome.execute_script(first)
+        assert "/task/" in link
+        task = text_when(chrome, link, "batchmill.infer_chunk", f"chunk={chunk_id}", "requests=")
         assert SECRET not in task
 
         workers = text_when(chrome, f"{flower}/workers", NODE)
@@ -90,7 +90,7 @@ def test_flower_shows_workers_engines_and_tasks_but_no_prompt(
         chrome.save_screenshot(str(ARTIFACTS / f"flower-workers-{broker.kind}.png"))
 
         # Every row of the tab that opens first, as name and value.
-        text_when(chrome, f"{flower}/worker/{NODE}", ECHO_MODEL)
+        text_when(chrome, f"{flower}/worker/{NODE}", ECHO_MODEL, "Maxmodellen4096")
         rows = [r.text for r in chrome.find_elements(By.CSS_SELECTOR, "#tab-pool tr")]
         pool = "\n".join(rows)
         for shown in (f"Model {ECHO_MODEL}", "Device cpu", "Engine echo", "Max num seqs 64", "Max model len 4096"):
@@ -99,7 +99,13 @@ def test_flower_shows_workers_engines_and_tasks_but_no_prompt(
         for tab in ("tasks", "queues", "config", "system"):
             chrome.find_element(By.ID, f"worker-tab-{tab}").click()
             assert SECRET not in chrome.page_source
-        assert "infer.echo-test.1" in chrome.page_source
+
+        def queue_is_shown() -> bool:
+            # Flower shows what the worker had answered by then; each load asks it again.
+            chrome.get(f"{flower}/worker/{NODE}")
+            return "infer.echo-test.1" in chrome.page_source
+
+        wait_until(queue_is_shown, 60, "the worker's queue is shown", 1)
     assert all(SECRET not in p.text for p in processes.started)
 
 

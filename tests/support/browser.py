@@ -11,6 +11,7 @@ from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
 from tests.support.brokers import missing
+from tests.support.ports import free_port
 
 
 @contextlib.contextmanager
@@ -31,7 +32,8 @@ def browser(folder: Path) -> Iterator[Chrome]:
         f"--user-data-dir={folder / 'chromium'}",
     ):
         options.add_argument(argument)
-    chrome = Chrome(options=options, service=Service(str(driver), log_output=str(folder / "chromedriver.log")))
+    service = Service(str(driver), port=free_port(), log_output=str(folder / "chromedriver.log"))
+    chrome = Chrome(options=options, service=service)
     try:
         chrome.set_page_load_timeout(60)
         yield chrome
