@@ -84,7 +84,7 @@ def rabbit_broker(rabbit_process: RabbitServer, redis_process: RedisServer) -> I
     yield broker
     _revive(redis_process)
     _revive(rabbit_process)
-    rabbit_process.api("DELETE", f"vhosts/{broker.vhost}")
+    rabbit_process.retire(broker.vhost)
     broker.wipe_state()
 
 

@@ -21,7 +21,7 @@ from common.logs import get
 from common.messages import QUEUE_DEAD, Crash, Kind, Results, decode_results, kinds, lengths, results_queue
 from common.settings import Settings
 from producers.coordinator.backoff import Reconnect
-from producers.coordinator.broker_calls import BrokerTrouble, broker_calls, let_go
+from producers.coordinator.broker_calls import BrokerTrouble, answers, broker_calls, let_go
 from producers.coordinator.core import RESULTS_PREFETCH, Core
 from producers.coordinator.lanes import Outcome
 from producers.coordinator.losses import GRACE_S
@@ -85,7 +85,7 @@ class Aggregator:
             except BrokerTrouble as exc:
                 delay = self._reconnect.failed()
                 log.warning("results_consumer_lost", error=exc.kind, again_in_s=delay)
-                core.trouble("broker_unreachable", "aggregator", True)
+                core.trouble("broker_unreachable", "aggregator", not answers(exc.kind))
                 core.stop.wait(delay)
             first = False
         self._publisher.close()

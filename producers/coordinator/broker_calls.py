@@ -27,6 +27,14 @@ class BrokerTrouble(Exception):
         self.kind = kind
 
 
+def answers(kind: str) -> bool:
+    """True for an error by which a Redis says that its memory is used up: that is no broker that is away.
+
+    The live view sees and names it; named `broker_unreachable` it would send a person looking in the wrong place.
+    """
+    return kind == redis.exceptions.OutOfMemoryError.__name__
+
+
 @contextlib.contextmanager
 def broker_calls() -> Iterator[None]:
     """Around calls of the transport, and nothing else: its errors become `BrokerTrouble`; a timeout passes as it is."""

@@ -21,6 +21,7 @@ from common.store import Store
 from producers.coordinator import packing, stragglers
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.batch_files import BatchFiles, DamagedBatch
+from producers.coordinator.broker_calls import answers
 from producers.coordinator.capacity import Capacity
 from producers.coordinator.core import Core
 from producers.coordinator.engine_size import EngineSize
@@ -250,7 +251,7 @@ class Dispatcher:
             delay = self._reconnect.failed()
             log.warning("publish_failed", chunk=waiting.chunk_id, error=type(exc).__name__, again_in_s=delay)
             if not self._publisher.blocked:
-                core.trouble("broker_unreachable", "dispatcher", True)
+                core.trouble("broker_unreachable", "dispatcher", not answers(type(exc).__name__))
             core.stop.wait(delay)
             return 1e-3
         self._reconnect.worked()

@@ -130,7 +130,7 @@ def test_a_real_fleet_on_rabbitmq(reader: Reader, rabbit_process: RabbitServer) 
     roles = [reader.start(coordinate), reader.start(work)]
     demo_answered(reader.start(submit), reader)
     assert all(role.alive for role in roles)
-    rabbit_process.api("DELETE", f"vhosts/{vhost}")
+    rabbit_process.retire(vhost)
 
 
 def test_your_own_file_and_the_client(reader: Reader, short_tmp: Path) -> None:

@@ -288,6 +288,12 @@ def test_a_redis_that_fills_up_gets_nothing_more(
             batch = make_batch(store, 100)
             wait_until(lambda: status_of(store, batch).reason == "broker_memory", 10, "the status says so")
             assert broker.depth(infer_queue(batch.model)).ready == 0
+            # Nor is it taken for one that is away, when it refuses all that would need memory.
+            broker.state.config_set("maxmemory", 1)
+            broker.state.client_kill_filter(_type="normal", skipme=True)
+            time.sleep(2)
+            wait_until(lambda: "broker_unreachable" not in running.core.troubles, 60, "it is known to answer")
+            wait_until(lambda: status_of(store, batch).reason == "broker_memory", 60, "the status says so still")
         finally:
             broker.state.config_set("maxmemory", 0)
         with FakeWorker(calm):
