@@ -59,7 +59,7 @@ class ChunkConsumer(Consumer):  # type: ignore[misc]
         default_steps = (
             "celery.worker.consumer.connection:Connection",
             "celery.worker.consumer.events:Events",
-            "celery.worker.consumer.heart:Heart",
+            "workers.heart:Heart",
             "celery.worker.consumer.control:Control",
             "celery.worker.consumer.tasks:Tasks",
             "workers.visibility:RenewVisibility",
