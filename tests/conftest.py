@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,33 @@ def pytest_configure(config: pytest.Config) -> None:
         # Where pulled models lie is a property of the machine; everything else is a test's own business.
         if name != "BATCHMILL_INFERENCE_MODELS_DIR":
             del os.environ[name]
+
+
+#: The longest tests, the longest first: whichever came last would keep one process alone at work.
+LONGEST = ("test_a_coordinator_killed_at_any_point", "test_requests_that_kill[", "test_chaos", "killed_again_and_again")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, where several processes share them.
+
+    `--dist worksteal` cuts the list into a part for each; who has done its own takes from the end of another's. So each
+    part gets the same share of long tests, which it begins with, and ends with short ones.
+    """
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes == 1:
+        return
+
+    def rank(item: pytest.Item) -> tuple[int, int, int]:
+        longest = next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST))
+        if "/unit/" in item.nodeid:
+            return longest, 1, 0
+        # Mixed, so that the heaviest ones of a folder do not all run at the same time.
+        return longest, 0, zlib.crc32(item.nodeid.encode())
+
+    ordered = sorted(items, key=rank)
+    # The first parts are the shorter ones where the list does not divide evenly.
+    items[:] = [item for part in reversed(range(processes)) for item in ordered[part::processes]]
 
 
 @pytest.fixture(scope="session")
