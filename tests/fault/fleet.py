@@ -244,8 +244,8 @@ class Fleet:
             )
         idle = self._settle(lambda: brokers.messages(self.broker), 60)
         self.end()
-        found.messages = idle | self._settle(lambda: brokers.messages(self.broker), 5)
-        found.keys = self._settle(lambda: brokers.leftovers(self.broker), 40)
+        found.messages = idle | self._settle(lambda: brokers.messages(self.broker), 30)
+        found.keys = self._settle(lambda: brokers.leftovers(self.broker), 90)
         found.processes = [f"{p.pid} {' '.join(p.cmdline())[:100]}" for p in self.processes.survivors()]
         found.locks = self._locks()
         found.files = self._files_left()

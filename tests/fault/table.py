@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def case(
-    number: str, title: str, *, quick: str = "", timeout: float = 280, brokers: tuple[str, ...] = ("redis", "rabbitmq")
+    number: str, title: str, *, quick: str = "", timeout: float = 500, brokers: tuple[str, ...] = ("redis", "rabbitmq")
 ) -> Callable[[Test], Test]:
     """Marks a test as a case of the suite: on both brokers, one test each.
 
