@@ -41,6 +41,6 @@ def test_an_event_ends_a_wait_and_what_changed_meanwhile_is_not_lost(tmp_path: P
 def test_another_store_is_never_glanced_at() -> None:
     waits: list[float] = []
     started = time.monotonic()
-    assert not Changes(open_store("memory://changes"), "file").wait(5.0, waits.append)
-    assert waits == [5.0]
-    assert time.monotonic() - started < 5.0
+    assert not Changes(open_store("memory://changes"), "file").wait(50.0, waits.append)
+    assert waits == [50.0]
+    assert time.monotonic() - started < 50.0

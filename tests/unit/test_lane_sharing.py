@@ -114,7 +114,7 @@ class Run:
 
     def join(self) -> list[tuple[Kind, dict[str, Any]]]:
         """Kind and line of every row, in order."""
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         found: dict[int, tuple[Kind, dict[str, Any]]] = {}
         for message in self.sent:
@@ -144,7 +144,7 @@ def start_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
 
     yield start
     for fleet in fleets:
-        assert fleet.thread.stop(5)
+        assert fleet.thread.stop(60)
 
 
 def equal(count: int, *, temperature: float = 0.0, mode: str = "on", **fields: Any) -> Chunk:
