@@ -252,8 +252,9 @@ class RabbitServer:
         lettering can be declared on the node.
         """
         self._retired.append(vhost)
-        if time.monotonic() - self._started_at > 20:
-            for name in self._retired:
+        if time.monotonic() - self._started_at > 60:
+            there = {found["name"] for found in self.api("GET", "vhosts")}
+            for name in there.intersection(self._retired):
                 self.api("DELETE", f"vhosts/{name}")
             self._retired.clear()
 
