@@ -23,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from common.errors import Unreachable, UsageError
+from common.messages import CacheFacts
 from common.settings import Settings
 
 WORKER_TTL_S = 30
@@ -47,6 +48,8 @@ class WorkerFacts(msgspec.Struct, kw_only=True):
     #: Requests that it tried lately for the first time, and the share of them that failed.
     tried: int = 0
     failing: float = 0.0
+    #: None: it uses no result cache, or has not reached it yet.
+    cache: CacheFacts | None = None
     #: Process id of the supervisor that started it; 0: a person did.
     supervisor: int = 0
 

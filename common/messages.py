@@ -98,6 +98,15 @@ class Usage(msgspec.Struct, array_like=True):
     shared: int = 0
 
 
+class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The result cache's server as somebody last saw it; `evicted`: entries pushed out since it started."""
+
+    entries: int
+    bytes: int
+    capacity_bytes: int
+    evicted: int
+
+
 class Part(msgspec.Struct, array_like=True):
     """Results of one batch, in columns of equal length.
 

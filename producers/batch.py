@@ -23,7 +23,7 @@ import numpy as np
 
 from common.errors import Damaged, UsageError
 from common.ids import is_batch_id
-from common.messages import Usage
+from common.messages import CacheFacts, Usage
 from common.plan import Window as Window  # noqa: PLC0414 (read from here by the batch's side)
 from common.store import Store
 
@@ -111,6 +111,8 @@ class Status(msgspec.Struct, kw_only=True):
     #: Rows sent more than once (retries and losses).
     resent: int = 0
     usage: Usage = msgspec.field(default_factory=Usage)
+    #: The server of the result cache as its workers last saw it, at the latest when the batch ended; None: not used.
+    cache: CacheFacts | None = None
     created_at: float = 0.0
     started_at: float | None = None
     finished_at: float | None = None
@@ -166,8 +168,10 @@ class _Told(msgspec.Struct):
     completed: int
     failed: int
     resent: int
-    usage: Usage
+    #: By name: `Usage` itself is an array where messages carry it.
+    usage: dict[str, int]
     timings: dict[str, float | None]
+    cache: CacheFacts | None = None
 
 
 def status_path(batch: Batch) -> str:
@@ -232,7 +236,8 @@ def _by_summary(store: Store, batch: Batch) -> Status | None:
         name=batch.name,
         request_counts=Counts(batch.requests, told.completed, told.failed),
         resent=told.resent,
-        usage=told.usage,
+        usage=Usage(**{name: told.usage.get(name, 0) for name in Usage.__struct_fields__}),
+        cache=told.cache,
         created_at=batch.created_at,
         started_at=told.timings.get("started_at"),
         finished_at=finished_at,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from common.errors import Damaged, UsageError
+from common.messages import CacheFacts
 from common.store import Store
 from producers import batch as batches
 from producers.batch import FINAL, Batch, Command, Heartbeat, Input, Status
@@ -56,6 +57,8 @@ class BatchView(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     resent: int
     usage: TokenUsage
+    #: The server of the result cache as its workers last saw it, at the latest when the batch ended; null: not used.
+    cache: CacheFacts | None
     input: Input
     created_at: float
     started_at: float | None
@@ -101,6 +104,7 @@ def view(batch: Batch, status: Status, reason: str | None) -> BatchView:
         in_flight=status.in_flight,
         resent=status.resent,
         usage=TokenUsage(**msgspec.structs.asdict(usage)),
+        cache=status.cache,
         input=batch.input,
         created_at=batch.created_at,
         started_at=status.started_at,

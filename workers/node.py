@@ -180,6 +180,7 @@ class Node:
             started_at=self._started_at,
             tried=self.health.tried,
             failing=round(self.health.failing, 3),
+            cache=self._cache.facts if self._cache is not None else None,
             supervisor=self._supervisor,
         )
 

@@ -76,6 +76,7 @@ def card(seen: BatchView, now: float, *, embedded: bool = False) -> Table:
         ("sent again", f"{seen.resent:,}" if seen.resent else None),
         ("tokens", tokens),
         ("cache hits", _hits(usage)),
+        ("cache", _cache(seen)),
         ("shared", f"{usage.shared:,} answered by equal requests' answers" if usage.shared else None),
         ("metadata", _users(", ".join(f"{k}={v}" for k, v in seen.metadata.items()))),
         ("submitted", f"{wording.ago(now - seen.created_at)} ago"),
@@ -131,6 +132,13 @@ def _hits(usage: TokenUsage) -> str | None:
     if not asked:
         return None
     return f"{usage.cache_hits:,} of {asked:,} asked for ({usage.cache_hits / asked:.0%}), {usage.cache_bytes:,} bytes"
+
+
+def _cache(seen: BatchView) -> str | None:
+    if seen.cache is None:
+        return None
+    held, room = (f"{size / (1 << 20):,.1f} MB" for size in (seen.cache.bytes, seen.cache.capacity_bytes))
+    return f"{seen.cache.entries:,} entries, {held} of {room}, {seen.cache.evicted:,} pushed out"
 
 
 def _users(text: str | None) -> str | None:

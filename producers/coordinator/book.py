@@ -219,6 +219,7 @@ class Book:
                     progress.places.append(place)
             case Closed():
                 progress.closed_at = decision.at
+                progress.cache = decision.cache
                 self._withdraw(progress)
             case Reopened():
                 rows = unpack_positions(decision.positions)

@@ -11,6 +11,7 @@ from common import metrics
 from common.changes import Changes
 from common.errors import BatchmillError, Damaged, Unreachable
 from common.logs import get
+from common.messages import CacheFacts
 from common.store import LocalStore, Store
 from producers.batch import Batch, Status, folder, read_batch
 from producers.coordinator.commands import Commands
@@ -260,7 +261,7 @@ class Control:
                 if progress.final is None:
                     self._finalizer.submit(progress)
             elif progress.complete or self._cuts.drained(progress):
-                decision = Closed(progress.id, time.time())
+                decision = Closed(progress.id, time.time(), self._cache_of(progress))
                 if not core.while_disk_full(functools.partial(core.decide, decision)):
                     return
                 self._cuts.forget(progress.id)
@@ -296,6 +297,8 @@ class Control:
                     self._said.pop(batch_id, None)
                 elif progress.final is None and (last or not self._waits(progress)):
                     status = progress.status()
+                    if status.cache is None:
+                        status.cache = self._cache_of(progress)
                     if status.reason is None:
                         status.reason = self._reason(progress)
                     if status.reason == "scheduled":
@@ -308,6 +311,13 @@ class Control:
                             break
         if due:
             self._say(due, now)
+
+    def _cache_of(self, progress: Progress) -> CacheFacts | None:
+        """The result cache as the workers of a batch that uses it last saw it."""
+        if progress.batch.cache == "off":
+            return None
+        seen = (w.cache for w in self._core.workers or () if w.model == progress.batch.model)
+        return next((cache for cache in seen if cache is not None), None)
 
     def _waits(self, progress: Progress) -> bool:
         """True when nothing is said of a batch now, whatever has changed."""

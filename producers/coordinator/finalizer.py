@@ -179,6 +179,7 @@ class Finalizer:
                 word,
                 assembled,
                 progress.usage,
+                progress.cache,
                 progress.started_at,
                 closed_at,
                 progress.resent,

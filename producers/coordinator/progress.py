@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from common.messages import Usage
+from common.messages import CacheFacts, Usage
 from producers import schedule
 from producers.batch import Batch, Counts, Status
 from producers.coordinator.records import Cancelled, Cut
@@ -35,6 +35,8 @@ class Progress:
     #: Why it ends before all of it is answered, where it does: the first such decision stands.
     cut: Cut | None = None
     closed_at: float | None = None
+    #: The result cache as it was then.
+    cache: CacheFacts | None = None
     #: Why the batch cannot be processed.
     failure: str | None = None
     #: A trouble with this batch's own files; said beside its status.
@@ -130,6 +132,7 @@ class Progress:
             in_flight=self.outstanding,
             resent=self.resent,
             usage=self.usage,
+            cache=self.cache,
             created_at=self.batch.created_at,
             started_at=self.started_at,
             finished_at=self.closed_at if self.final is not None else None,

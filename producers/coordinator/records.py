@@ -7,7 +7,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
-from common.messages import Results
+from common.messages import CacheFacts, Results
 from producers.coordinator.row_states import Positions
 
 
@@ -150,6 +150,8 @@ class Closed(msgspec.Struct, array_like=True, frozen=True, tag="closed"):
     batch: str
     #: Unix seconds; the batch's end in `summary.json`.
     at: float
+    #: The result cache at that moment, for the summary; None: the batch did not use it, or nobody knew.
+    cache: CacheFacts | None = None
 
 
 class Reopened(msgspec.Struct, array_like=True, frozen=True, tag="reopened"):

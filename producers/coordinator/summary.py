@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages import Usage
+from common.messages import CacheFacts, Usage
 from producers.batch import Batch
 from producers.coordinator.assembler import Assembled
 
@@ -46,6 +46,8 @@ class Summary(msgspec.Struct, kw_only=True):
     #: Of the failed: refused at intake (`--skip-invalid`).
     invalid: int
     usage: Usage
+    #: The server of the result cache when the batch ended; null: the batch did not use it, or no worker had seen it.
+    cache: CacheFacts | None
     #: Rows sent more than once, and results that came for rows that were answered already.
     resent: int
     duplicates: int
@@ -61,6 +63,7 @@ def encode(
     status: str,
     assembled: Assembled,
     usage: Usage,
+    cache: CacheFacts | None,
     started_at: float | None,
     closed_at: float,
     resent: int,
@@ -80,6 +83,7 @@ def encode(
         failed=assembled.failed,
         invalid=batch.invalid,
         usage=usage,
+        cache=cache,
         resent=resent,
         duplicates=duplicates,
         timings=Timings(

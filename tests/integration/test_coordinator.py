@@ -18,7 +18,7 @@ import pytest
 from common.broker import Publisher, codecs
 from common.ids import new_chunk_id
 from common.local_group import LocalGroup
-from common.messages import QUEUE_DEAD, VERSION, Kind, Results, Row, encode, infer_queue
+from common.messages import QUEUE_DEAD, VERSION, CacheFacts, Kind, Results, Row, encode, infer_queue
 from common.settings import Settings
 from common.store import LocalStore, Store, open_store
 from producers.batch import Command, Heartbeat, folder
@@ -98,6 +98,19 @@ def test_a_batch_that_comes_later_is_noticed_at_once(calm: Settings, store: Stor
         # Not only by the look of once a minute.
         assert time.monotonic() - began < control.RECOVER_S / 2
         wait_status(store, batch, "completed")
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_status_and_summary_tell_how_full_the_result_cache_is(calm: Settings, store: Store, broker: Broker) -> None:
+    seen = CacheFacts(entries=12, bytes=3400, capacity_bytes=1 << 30, evicted=5)
+    with coordinating(calm, store) as running, FakeWorker(calm) as worker:
+        worker.facts.cache = seen
+        worker._live.announce(worker.facts)
+        wait_until(lambda: any(w.cache == seen for w in running.core.workers or ()), 20, "the cache is known")
+        for batch, expected in ((make_batch(store, 10, cache="on"), seen), (make_batch(store, 10), None)):
+            assert wait_status(store, batch, "completed").cache == expected
+            summary = msgspec.json.decode(store.read(f"{folder(batch.id)}/summary.json"))
+            assert summary["cache"] == (None if expected is None else msgspec.to_builtins(seen))
 
 
 def test_a_batch_whose_submit_was_killed_before_its_marker_is_found(calm: Settings, store: Store) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from common.live import LiveState
+from common.settings import load
 from tests.conftest import ECHO_MODEL
 from tests.support.brokers import RedisServer, redis_server
 from tests.support.ports import wait_until
@@ -66,6 +68,11 @@ def test_the_second_time_it_answers_what_is_determined(
     assert first["usage"]["cache_hits"] == 0
     client = cache_server.client(0)
     wait_until(lambda: len(list(client.scan_iter(match="bm:cache:*"))) == 40, 10, "the answers are written")
+    live = LiveState(load(env=env))
+    wait_until(
+        lambda: any(w.cache and w.cache.capacity_bytes == 1 << 30 for w in live.workers()), 30, "its worker tells of it"
+    )
+    live.close()
     assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
     second = submit(processes, env, write(tmp_path / "b.jsonl", temperatures), tmp_path / "two")
     usage = first["usage"], second["usage"]

@@ -10,12 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from common.errors import InvalidInput, Unreachable, UsageError
 from common.ids import new_batch_id
-from common.messages import Usage
 from common.store import LocalStore
 from producers.cli import exits, say
 from producers.cli.handler import guard, run
@@ -188,6 +186,7 @@ def test_status_and_list_as_json_are_stable(store: LocalStore, capsys: pytest.Ca
             "cache_bytes": 0,
             "shared": 0,
         },
+        "cache": None,
         "input": {"name": "in.jsonl", "bytes": 1234, "digest": "0" * 64},
         "created_at": of.created_at,
         "started_at": stored.NOW,
@@ -515,7 +514,7 @@ def test_a_lost_status_is_told_by_the_summary(
         "completed": 1,
         "failed": 1,
         "resent": 0,
-        "usage": msgspec.to_builtins(Usage(1, 2, 3, 4)),
+        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "cached_tokens": 3, "cache_hits": 4},
         "timings": {"created_at": 1.0, "started_at": 2.0, "finished_at": 3.0, "requests_per_s": None},
     }
     store.put_atomic(f"batches/{of.id}/summary.json", json.dumps(summary).encode())
@@ -524,6 +523,7 @@ def test_a_lost_status_is_told_by_the_summary(
     assert run(["status", of.id, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["status"], told["request_counts"]["failed"], told["finished_at"]) == ("completed", 1, 3.0)
+    assert (told["usage"]["completion_tokens"], told["usage"]["shared"]) == (2, 0)
     assert "status.json is missing or damaged" in told["reason"]
     # While its marker is there, the coordinator has the last word.
     store.put_atomic(f"active/0/{of.id}", b"")

@@ -16,6 +16,7 @@ from redis.exceptions import OutOfMemoryError
 
 from common import logs, metrics
 from common.errors import UsageError
+from common.messages import CacheFacts
 from common.settings import Settings
 from workers.cache.breaker import Breaker
 from workers.cache.local import LocalCache
@@ -52,6 +53,8 @@ class ResultCache:
         self._pending_bytes = 0
         self._touched: dict[bytes, None] = {}
         self._hits = self._misses = 0
+        #: The server as it was at the last look.
+        self.facts: CacheFacts | None = None
         self._epoch: bytes | None = None
         self._run_id = ""
         self._looked_at = time.monotonic()
@@ -178,6 +181,9 @@ class ResultCache:
         if not configure and facts.run_id != self._run_id:
             facts = self._server.configure()
         self._run_id = facts.run_id
+        self.facts = CacheFacts(
+            entries=facts.entries, bytes=facts.bytes, capacity_bytes=facts.capacity, evicted=facts.evicted
+        )
         metrics.CACHE_ENTRIES.set(facts.entries)
         metrics.CACHE_BYTES.set(facts.bytes)
         metrics.CACHE_CAPACITY.set(facts.capacity)
