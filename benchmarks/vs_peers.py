@@ -1,16 +1,17 @@
 """Batchmill against what a user would pick instead: `python -m benchmarks.vs_peers` (`make bench-vs-peers`).
 
-One kind of file at a time (`benchmarks.peers.files`) goes through a fleet whose engine is up and through its peers, in
-turn, on one machine, with the same model folder and engine arguments; each round has prompts of its own. Printed: the
-raw seconds, and the medians of the rounds' ratios. Every answer is counted, and so are its tokens: a peer that did
-other work is named. `--into FILE` adds the rounds to those that FILE holds, so that a long table can be measured in
-parts, each with the fleet beside the peers it is compared with; `--show FILE` prints them.
+Files of several kinds (`benchmarks.peers.files`) go, one after the other, through a fleet whose engine is up and through
+its peers, in turn, on one machine, with the same model folder and engine arguments; each round has prompts of its own.
+Printed: the raw seconds, and the medians of the rounds' ratios. Every answer is counted, and so are its tokens: a peer
+that did other work is named. `--into FILE` adds the rounds to those that FILE holds, so that a long table can be measured
+in parts, each with the fleet beside the peers it is compared with; `--show FILE` prints them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -32,10 +33,18 @@ Record = dict[str, Any]
 
 
 def measure(
-    word: str, rounds: int, peers: list[str], ray_python: str | None, limit: int | None, keep: Callable[[Record], None]
+    words: list[str],
+    rounds: int,
+    peers: list[str],
+    ray_python: str | None,
+    limit: int | None,
+    keep: Callable[[Record], None],
 ) -> None:
-    """Run one kind of file through the fleet and the peers, `rounds` times; `keep` gets each record as it comes."""
-    kind = files.KINDS[word]
+    """Run kinds of files that want the same engine through the fleet and the peers, `rounds` times.
+
+    `keep` gets each record as it comes.
+    """
+    kind = files.KINDS[words[0]]
     entry = demo_entry()
     engine = entry.engine | {"kv_cache_memory_bytes": int(entry.hardware.cpu_kv_gb * (1 << 30))} | kind.engine
     with tempfile.TemporaryDirectory(prefix="bm-bench-") as name, contextlib.ExitStack() as stack:
@@ -62,7 +71,8 @@ def measure(
         fleet.submit(warm)
         # Numbers of rounds never come again, so neither do prompts, whatever a peer's engine keeps.
         first = int(time.time())
-        for round_ in range(first, first + rounds):
+        for number, (_, word) in enumerate(itertools.product(range(rounds), words)):
+            kind, round_ = files.KINDS[word], first + number
             source = folder / f"{round_}.jsonl"
             requests, tokens = files.write(source, kind, round_, MODEL, limit)
             wanted = {"file": word, "round": round_, "requests": requests, "tokens": tokens, "start_s": fleet.start_s}
@@ -140,7 +150,7 @@ def show(records: list[Record]) -> None:
 def main() -> None:
     """Parse the command line, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", choices=(*files.KINDS, "all"), default="all")
+    parser.add_argument("--files", nargs="+", choices=files.KINDS, default=list(files.KINDS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", nargs="+", choices=run.WORDS, default=list(run.WORDS))
     parser.add_argument("--ray-python", help="an interpreter with ray[data] and vLLM; else Ray Data LLM is left out")
@@ -164,8 +174,8 @@ def main() -> None:
             into.write_text(json.dumps(records, indent=1))
 
     with terminated_like_interrupted():
-        for word in files.KINDS if options.file == "all" else [options.file]:
-            measure(word, options.rounds, peers, options.ray_python, options.limit, keep)
+        for words in files.together(options.files):
+            measure(words, options.rounds, peers, options.ray_python, options.limit, keep)
     show(records)
 
 

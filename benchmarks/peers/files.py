@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,28 @@ KINDS: dict[str, Kind] = {
         # 8,960 tokens of some 22,000 in all prefixes.
         engine={"block_size": 128, "num_gpu_blocks_override": 70},
     ),
-    "duplicates": Kind(
-        "256 requests, half of them duplicates, temperature 0", lambda r: _duplicates(256, 64, r), 1.9, cache="on"
-    ),
+    "duplicates": Kind("256 requests, half of them duplicates, temperature 0", lambda r: _duplicates(256, 64, r), 1.9),
     "again": Kind("the same file a second time", lambda r: _unique(256, 64, r), 20.0, cache="on", twice=True),
     "mixed": MIXED,
     "start": Kind(
         "128 requests, the engine up, against start-up and run", lambda r: _unique(128, 64, r), 3.0, whole=True
     ),
 }
+
+
+def together(words: Sequence[str]) -> list[list[str]]:
+    """The words in groups of kinds that differ in nothing a fleet or an engine is started with."""
+    groups: list[list[str]] = []
+    for word in words:
+        kind = KINDS[word]
+        for group in groups:
+            other = KINDS[group[0]]
+            if (kind.engine, kind.chunk, kind.settings) == (other.engine, other.chunk, other.settings):
+                group.append(word)
+                break
+        else:
+            groups.append([word])
+    return groups
 
 
 def write(path: Path, kind: Kind, round_: int, model: str, limit: int | None = None) -> tuple[int, int]:

@@ -55,6 +55,11 @@ def test_the_kinds_are_what_their_titles_say(tmp_path: Path) -> None:
     assert sorted(mixed)[128] < 120
 
 
+def test_only_kinds_that_want_the_same_engine_share_one() -> None:
+    groups = files.together(list(files.KINDS))
+    assert groups == [["unique", "duplicates", "again", "start"], ["prefixes"], ["mixed"]]
+
+
 def test_answers_and_their_tokens_are_counted_and_errors_are_not(tmp_path: Path) -> None:
     output = tmp_path / "output.jsonl"
     error = {"custom_id": "c", "response": {"status_code": 400, "body": {}}}
