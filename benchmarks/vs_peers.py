@@ -1,10 +1,10 @@
 """Batchmill against what a user would pick instead: `python -m benchmarks.vs_peers` (`make bench-vs-peers`).
 
-Files of several kinds (`benchmarks.peers.files`) go, one after the other, through a fleet whose engine is up and through
-its peers, in turn, on one machine, with the same model folder and engine arguments; each round has prompts of its own.
-Printed: the raw seconds, and the medians of the rounds' ratios. Every answer is counted, and so are its tokens: a peer
-that did other work is named. `--into FILE` adds the rounds to those that FILE holds, so that a long table can be measured
-in parts, each with the fleet beside the peers it is compared with; `--show FILE` prints them.
+Files of several kinds (`benchmarks.peers.files`) go, one after the other, through a fleet whose engine is up and
+through its peers, in turn, on one machine, with the same model folder and engine arguments; each round has prompts of
+its own. Printed: the raw seconds, and the medians of the rounds' ratios. Every answer is counted, and so are its
+tokens: a peer that did other work is named. `--into FILE` adds the rounds to those that FILE holds, so that a long
+table can be measured in parts, each with the fleet beside the peers it is compared with; `--show FILE` prints them.
 """
 
 from __future__ import annotations
