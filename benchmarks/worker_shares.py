@@ -1,13 +1,14 @@
 """What a worker with vLLM spends its CPU time on: `python -m benchmarks.worker_shares` (`make bench-worker-shares`).
 
 A batch goes through a fleet whose engine is up. Printed: CPU milliseconds a request of every process, and, with
-`--py-spy PROGRAM` (`pip install py-spy`), what the worker's own process does while it holds the GIL, by whose code.
+`--py-spy PROGRAM` (`pip install py-spy`), what the worker's own process does with its time on a CPU, by whose code it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import signal
 import subprocess
 import tempfile
@@ -50,6 +51,10 @@ OWNERS = (
 )
 
 
+#: Innermost frames that wait; a thread is seen running for a moment when it begins and ends that.
+WAITING = re.compile(r"^(poll|select|wait|acquire|_poll|get|_wait_for_tstate_lock) ")
+
+
 def owner(stack: str) -> str:
     """Whose time a stack is (`frame (file:line);…`, the innermost last)."""
     for frame in reversed(stack.split(";")):
@@ -79,7 +84,7 @@ def main() -> None:
         raw = folder / "stacks"
         spy = None
         if options.py_spy:
-            argv = [options.py_spy, "record", "--pid", str(worker.pid), "--rate", "200", "--gil", "--full-filenames"]
+            argv = [options.py_spy, "record", "--pid", str(worker.pid), "--rate", "200", "--full-filenames"]
             spy = subprocess.Popen([*argv, "--format", "raw", "--output", str(raw)], stdout=subprocess.DEVNULL)
         before = _cpu(fleet, broker.port)
         children = _children_s()
@@ -95,9 +100,10 @@ def main() -> None:
             shares: Counter[str] = Counter()
             for line in raw.read_text("utf-8", "replace").splitlines():
                 frames, _, times = line.rpartition(" ")
-                shares[owner(frames)] += int(times)
+                if not WAITING.search(frames.rpartition(";")[2]):
+                    shares[owner(frames)] += int(times)
             whole = sum(shares.values())
-            print(f"the worker's process while it holds the GIL ({whole / 200:.2f} s):")
+            print(f"the worker's process on a CPU ({whole / 200:.2f} s):")
             for who, count in shares.most_common():
                 print(f"  {who:<46}{count / whole:>6.1%}")
 
