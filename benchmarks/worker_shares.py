@@ -1,7 +1,7 @@
 """What a worker with vLLM spends its CPU time on: `python -m benchmarks.worker_shares` (`make bench-worker-shares`).
 
 A batch goes through a fleet whose engine is up. Printed: CPU milliseconds a request of every process, and, with
-`--py-spy PROGRAM` (`pip install py-spy`), what the worker's own process does with its time on a CPU, by whose code it is.
+`--py-spy PROGRAM` (`pip install py-spy`), what the worker's own process does with its time on a CPU, by whose code.
 """
 
 from __future__ import annotations
