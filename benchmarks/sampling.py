@@ -17,23 +17,28 @@ class Flames:
     def __init__(self, folder: Path | None, kind: str) -> None:
         self._folder = folder
         self._kind = kind
-        self._running: list[subprocess.Popen[bytes]] = []
+        self._running: list[tuple[Path, subprocess.Popen[bytes]]] = []
 
     def watch(self, role: str, pid: int) -> None:
         """Sample a process from now on, until `close` or its end."""
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        argv = ["py-spy", "record", "--pid", str(pid), "--rate", "250", "--gil", "--function", "--threads"]
-        argv += ["--format", "flamegraph", "--output", str(self._folder / f"{self._kind}-{role}.svg")]
-        self._running.append(subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        argv = ["py-spy", "record", "--pid", str(pid), "--rate", "500", "--gil", "--function", "--threads"]
+        path = self._folder / f"{self._kind}-{role}.svg"
+        # A process that is stopped for every sample is woken from its waits by it, and the event loop runs for nothing.
+        argv += ["--nonblocking", "--format", "flamegraph", "--output", str(path)]
+        self._running.append((path, subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)))
 
     def close(self) -> None:
         """Let every py-spy write what it saw."""
-        for process in self._running:
+        for _, process in self._running:
             process.send_signal(signal.SIGINT)
-        for process in self._running:
+        for path, process in self._running:
             process.wait(60)
+            # Its title is the command line, with the paths of this machine in it.
+            text = path.read_text("utf-8")
+            path.write_text(re.sub(r'(id="title"[^>]*>)[^<]*', rf"\g<1>{path.stem}", text), "utf-8")
         self._running.clear()
 
 
