@@ -183,20 +183,27 @@ class LocalStore:
     def create_exclusive(self, path: str, data: bytes) -> bool:
         target = self.local_path(path)
         with self.errors(f"{path}: cannot be written"):
-            temporary = self.temporary(target)
-            try:
-                with open(temporary, "xb", opener=_private) as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                # link() is the one POSIX call that creates a name with its content and fails when the name is taken.
-                os.link(temporary, target)
-            except FileExistsError:
-                return False
-            finally:
-                temporary.unlink(missing_ok=True)
-            sync_folder(target.parent)
-        return True
+            while True:
+                temporary = self.temporary(target)
+                try:
+                    with open(temporary, "xb", opener=_private) as file:
+                        file.write(data)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    # link() is the one POSIX call that creates a name with its content and fails when it is taken.
+                    os.link(temporary, target)
+                except FileExistsError:
+                    return False
+                except FileNotFoundError:
+                    # The folder was put away meanwhile, with what was in it (the commands of a batch that has ended).
+                    if target.parent.is_dir():
+                        raise
+                    continue
+                finally:
+                    temporary.unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # put away already
+                    sync_folder(target.parent)
+                return True
 
     def list(self, path: str) -> list[str]:
         with self.errors(f"{path}: cannot be read"):

@@ -364,3 +364,19 @@ def test_the_empty_files_of_a_group_are_one_file(tmp_path: Path, links: bool, mo
         assert store.list(f"g/{n}") == ["empty", "errors", "written"]
         assert store.read(f"g/{n}/written") == b"%dx" % n
         assert not [name for name in os.listdir(tmp_path / "g" / str(n)) if name.startswith(".tmp")]
+
+
+def test_a_file_is_created_though_its_folder_is_put_away_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    link, times = os.link, iter((True, True, False))
+
+    def taken_away(source: Path, target: Path) -> None:
+        if next(times):
+            store.delete("control/batch")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", taken_away)
+    assert store.create_exclusive("control/batch/01.json", b"cancel")
+    assert store.list("control/batch") == ["01.json"]
