@@ -7,7 +7,6 @@ worker leaves no process of the engine is also in `test_worker_killed_leaves_no_
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import psutil
 import pytest
 
 from common.registry import ModelVersion
-from tests.conftest import make_fleet_env
 from tests.engine.conftest import ANSWER_TOKENS, PROMPTS
-from tests.engine.test_real_fleet import engine_process, producers
+from tests.engine.fleet import engine_process, producers, real_env
 from tests.fault.fleet import injected
 from tests.support import oracle
 from tests.support.brokers import RedisBroker
@@ -53,15 +51,7 @@ def test_a_real_engine_killed_poisoned_hung_and_orphaned(
     demo_entry: ModelVersion,
     direct_answers: dict[str, str],
 ) -> None:
-    env = make_fleet_env(tmp_path, redis_broker.url, redis_broker.state_url)
-    entry = {"source": demo_entry.source, "engine": demo_entry.engine | {"max_num_seqs": 4}}
-    models = {demo_name: entry | {"hardware": {"gpus": 0, "cpu_kv_gb": 0.25}}}
-    Path(env["BATCHMILL_MODELS"]).write_text(json.dumps({"default": demo_name, "models": models}))
-    env |= {"BATCHMILL_INFERENCE_ENGINE": "vllm", "BATCHMILL_SCHEDULER_RETRY_TIMES": "1"}
-    if folder := os.environ.get("BATCHMILL_INFERENCE_MODELS_DIR"):
-        env["BATCHMILL_INFERENCE_MODELS_DIR"] = folder
-    else:
-        del env["BATCHMILL_HOME"]
+    env = real_env(tmp_path, redis_broker, demo_name, demo_entry) | {"BATCHMILL_SCHEDULER_RETRY_TIMES": "1"}
     sound = {f"{copy}-{n}": prompt for copy in range(3) for n, prompt in enumerate(PROMPTS)}
     mixed = {**{f"0-{n}": prompt for n, prompt in enumerate(PROMPTS[:8])}, "POISON": "POISON", "HANG": "HANG"}
 

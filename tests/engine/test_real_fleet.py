@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from common.registry import ModelVersion
-from tests.conftest import make_fleet_env
 from tests.engine.conftest import ANSWER_TOKENS, PROMPTS
+from tests.engine.fleet import engine_process, producers, real_env
 from tests.support.brokers import RedisBroker
 from tests.support.ports import wait_until
-from tests.support.processes import ROOT, Process, Processes
+from tests.support.processes import Processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
-
-
-def producers(env: dict[str, str], *argv: str, status: int = 0) -> Any:
-    """A command that prints JSON."""
-    base = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "producers", *argv, "--json"],
-        env=base | env,
-        capture_output=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == status, done.stderr.decode()
-    return json.loads(done.stdout)
-
-
-def engine_process(worker: Process) -> psutil.Process:
-    return next(p for p in worker.children() if p.name().startswith("VLLM::EngineCor"))
 
 
 def test_answers_are_those_of_vllm_though_the_engine_ends_in_mid_batch(
@@ -50,17 +28,8 @@ def test_answers_are_those_of_vllm_though_the_engine_ends_in_mid_batch(
     direct_answers: dict[str, str],
 ) -> None:
     """Half of the requests are of /v1/responses, where an answer that was cut short calls itself completed."""
-    env = make_fleet_env(tmp_path, redis_broker.url, redis_broker.state_url)
-    # Few at a time, so that the batch lasts.
     warm_up = ["Story", [{"role": "user", "content": "Hello"}]]
-    entry = {"source": demo_entry.source, "engine": demo_entry.engine | {"max_num_seqs": 4}, "warm_up": warm_up}
-    models = {demo_name: entry | {"hardware": {"gpus": 0, "cpu_kv_gb": 0.25}}}
-    Path(env["BATCHMILL_MODELS"]).write_text(json.dumps({"default": demo_name, "models": models}))
-    env["BATCHMILL_INFERENCE_ENGINE"] = "vllm"
-    if folder := os.environ.get("BATCHMILL_INFERENCE_MODELS_DIR"):
-        env["BATCHMILL_INFERENCE_MODELS_DIR"] = folder
-    elif "BATCHMILL_HOME" in env:
-        del env["BATCHMILL_HOME"]
+    env = real_env(tmp_path, redis_broker, demo_name, demo_entry, warm_up=warm_up)
     lines: list[dict[str, Any]] = []
     for n, prompt in enumerate(PROMPTS):
         chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": ANSWER_TOKENS, "temperature": 0}

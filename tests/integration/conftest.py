@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 
 from common.settings import Settings
+from common.store import Store, open_store
 from tests.conftest import ECHO_MODEL
 from tests.support.chunks import Dispatch, StartWorker
 from tests.support.processes import Process, Processes
 
 READY = r"ready\.$"
+
+
+@pytest.fixture
+def store(fleet_settings: Settings) -> Store:
+    """The fleet's store."""
+    assert fleet_settings.store.url is not None
+    return open_store(fleet_settings.store.url)
 
 
 @pytest.fixture

@@ -54,12 +54,6 @@ def calm(fleet_settings: Settings) -> Settings:
     return msgspec.structs.replace(fleet_settings, scheduler=scheduler, inference=inference)
 
 
-@pytest.fixture
-def store(fleet_settings: Settings) -> Store:
-    assert fleet_settings.store.url is not None
-    return open_store(fleet_settings.store.url)
-
-
 def test_answers_batches_of_all_sizes_in_order(calm: Settings, store: Store) -> None:
     invalid = [0, 7, 8, 499, 500, 999]
     batches = [

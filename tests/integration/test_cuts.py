@@ -10,7 +10,7 @@ import pytest
 
 from common.messages import Kind, infer_queue, results_queue
 from common.settings import Settings
-from common.store import Store, open_store
+from common.store import Store
 from producers.batch import Batch, Command, Status, folder
 from tests.support.brokers import Broker
 from tests.support.coordinators import (
@@ -39,12 +39,6 @@ def fast(fleet_settings: Settings) -> Settings:
     )
     inference = msgspec.structs.replace(fleet_settings.inference, batch_size=64)
     return msgspec.structs.replace(fleet_settings, scheduler=scheduler, inference=inference)
-
-
-@pytest.fixture
-def store(fleet_settings: Settings) -> Store:
-    assert fleet_settings.store.url is not None
-    return open_store(fleet_settings.store.url)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from common import live as live_module
 from common.messages import node_queue
 from common.settings import Settings
-from common.store import Store, open_store
+from common.store import Store
 from producers.coordinator import live_view, losses, packing
 from producers.coordinator.packing import Draft
 from tests.support.brokers import Broker
@@ -38,12 +38,6 @@ def patient(fleet_settings: Settings) -> Settings:
     )
     inference = msgspec.structs.replace(fleet_settings.inference, batch_size=64)
     return msgspec.structs.replace(fleet_settings, scheduler=scheduler, inference=inference)
-
-
-@pytest.fixture
-def store(fleet_settings: Settings) -> Store:
-    assert fleet_settings.store.url is not None
-    return open_store(fleet_settings.store.url)
 
 
 @pytest.fixture
