@@ -267,7 +267,7 @@ def test_a_coordinator_that_is_killed_goes_on_from_its_log(
     settings: Settings, store: Store, env: dict[str, str], processes: Processes
 ) -> None:
     # More than three windows, so that it is not over before the last kill.
-    batches = [make_batch(store, 6000), make_batch(store, 3000, invalid=[3, 77])]
+    batches = [make_batch(store, 4000), make_batch(store, 2000, invalid=[3, 77])]
     with FakeWorker(settings) as worker:
         for _ in range(3):
             process = start(processes, env)
@@ -284,7 +284,7 @@ def test_a_coordinator_that_is_killed_goes_on_from_its_log(
     check_no_errors(store, batches[0])
     check_outputs(store, batches[1], [3, 77])
     # What was logged is not asked again: only what was under way at a kill may be.
-    assert len(worker.answered) <= 9000 + 3 * 1000
+    assert len(worker.answered) <= 6000 + 3 * 1000
 
 
 def test_a_cancel_survives_a_kill(settings: Settings, store: Store, env: dict[str, str], processes: Processes) -> None:
