@@ -15,7 +15,7 @@ from amqp.exceptions import MessageNacked
 from celery import Celery
 from kombu import Connection, Exchange, Producer, Queue
 
-from common import redis_clients, redis_clock, serializer
+from common import queue_order, redis_clients, redis_clock, serializer
 from common.codec import PURPOSE_CHUNK, PURPOSE_RESULTS, Codec
 from common.errors import Unreachable, UsageError
 from common.messages import QUEUE_DEAD, QUEUE_INTAKE
@@ -54,6 +54,7 @@ def transport_options(settings: Settings) -> dict[str, Any]:
         "unacked_mutex_expire": 15,
         "socket_keepalive": True,
         "health_check_interval": 10,
+        "queue_order_strategy": queue_order.NAME,
     }
 
 

@@ -2,7 +2,8 @@
 
 A chunk keeps its place until its slowest request is answered. With K places alone, a few long answers in each of K
 chunks would leave the engine nearly empty while work is queued. So a worker whose engine runs low takes another chunk,
-and gives the place back once there is enough again. It never holds a chunk that it does not run.
+and gives the place back once there is enough again. It never holds a chunk that it does not run. What was sent to it
+alone has a place at once: that was lost with another worker, failed there, or is awaited at the end of the work.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ LOOK_S = 0.5
 log = logs.get(__name__)
 
 
-def grown(allowed: int, held: int, outstanding: int, enough: int) -> int:
-    """Places for chunks after a look: one more when the engine runs low and every place is taken."""
-    return min(allowed + 1, MOST) if outstanding < enough and held >= allowed else allowed
+def grown(allowed: int, held: int, outstanding: int, enough: int, own: int = 0) -> int:
+    """Places for chunks after a look, when every one is taken: one more when the engine runs low, and one for each of
+    the `own` chunks that wait for this worker alone.
+    """
+    if held < allowed or not (own or outstanding < enough):
+        return allowed
+    return min(MOST, max(allowed, held + own) if own else allowed + 1)
 
 
 def shrunk(allowed: int, base: int, outstanding: int, enough: int) -> int:
@@ -39,7 +44,7 @@ class Credit(bootsteps.StartStopStep):  # type: ignore[misc]
 
     Redis counts in our own process, so there it is one number. RabbitMQ fixes the prefetch of a consumer when it
     starts, so each further place is a consumer of its own with a prefetch of one; one that is cancelled while it holds
-    a chunk takes no more after it.
+    a chunk takes no more after it. The worker's own queue has a consumer with places of its own there.
     """
 
     requires = (Tasks,)
@@ -83,13 +88,15 @@ class Credit(bootsteps.StartStopStep):  # type: ignore[misc]
         while self._ended < self._node.ended:
             self._ended += 1
             allowed = shrunk(allowed, self._base, outstanding, enough)
-        self._set(c, grown(allowed, c.pool.held, outstanding, enough))
+        held = c.pool.held
+        own = _waiting(c.task_consumer.channel, self._node.queues[1]) if self._redis(c) and held >= allowed else 0
+        self._set(c, grown(allowed, held, outstanding, enough, own))
 
     def _set(self, c: Any, allowed: int) -> None:
         if not self._live or allowed == self._allowed:
             return
         channel = c.task_consumer.channel
-        if c.connection.transport.driver_type == "redis":
+        if self._redis(c):
             channel.qos.prefetch_count = allowed
         else:
             while len(self._extra) < allowed - self._base:
@@ -101,6 +108,20 @@ class Credit(bootsteps.StartStopStep):  # type: ignore[misc]
             while len(self._extra) > allowed - self._base:
                 _cancel(self._extra.pop())
         self._allowed = allowed
+
+    @staticmethod
+    def _redis(c: Any) -> bool:
+        return bool(c.connection.transport.driver_type == "redis")
+
+
+def _waiting(channel: Any, queue: str) -> int:
+    try:
+        with channel.conn_or_acquire() as client:
+            return int(client.llen(queue))
+    except channel.connection_errors as exc:
+        # The consumer notices a lost connection by itself.
+        log.debug("could not look into the own queue", error=type(exc).__name__)
+        return 0
 
 
 def _cancel(consumer: Consumer) -> None:

@@ -81,6 +81,8 @@ class Lane:
         self._engine: Engine = thread.engine
         self.limit = inside_limit(self._engine.facts().max_num_seqs)
         self._waiting: deque[tuple[Work, int]] = deque()
+        #: How many at its head go before all that come.
+        self._ahead = 0
         self._runs: dict[tuple[Work, int], _Run] = {}
         self._flights: SingleFlight[tuple[Work, int]] = SingleFlight()
         #: Requests that are in the engine.
@@ -101,9 +103,12 @@ class Lane:
         return self._isolated is not None or (bool(self._waiting) and self._waiting[0][0].isolated > 0)
 
     def enter(self, work: Work, rows: range) -> None:
-        """Queue rows behind all that are here, or before them."""
+        """Queue rows behind all that are here, or behind those alone that go before the others too."""
         if work.ahead:
+            self._waiting.rotate(-self._ahead)
             self._waiting.extendleft((work, row) for row in reversed(rows))
+            self._waiting.rotate(self._ahead)
+            self._ahead += len(rows)
         else:
             self._waiting.extend((work, row) for row in rows)
         self._pump()
@@ -136,6 +141,7 @@ class Lane:
             if self.inside and work.isolated and self.inside >= work.isolated:
                 return
             member = self._waiting.popleft()
+            self._ahead = max(0, self._ahead - 1)
             asked = work.request(row)
             if asked is None:
                 continue
@@ -185,6 +191,7 @@ class Lane:
             work.alone(row)
         # They came before what is queued now.
         self._waiting.extendleft(reversed(waited))
+        self._ahead += len(waited)
 
     def _tell(self) -> None:
         now = time.monotonic()

@@ -19,8 +19,9 @@ from producers.coordinator.core import Core
 
 log = get(__name__)
 
-#: Seconds between looks.
-PERIOD_S = 1.0
+#: Seconds between looks, and while a lease is missing: what was lost waits for the verdict.
+PERIOD_S = 0.5
+SUSPICIOUS_S = 0.2
 #: Share of a Redis broker's memory (`maxmemory`, or what its machine has) in use from which nothing more is sent.
 MEMORY_SHARE = 0.6
 #: Leases asked for in one round trip.
@@ -38,9 +39,11 @@ class LiveView:
         #: Chunks of which Redis says that they are given up.
         self._told: set[str] = set()
         self._connection: Connection | None = None
+        #: True while somebody's lease is missing and it is not known yet why.
+        self._suspicious = False
 
     def run(self) -> None:
-        """Look once a second until the core stops."""
+        """Look every now and then until the core stops."""
         core = self._core
         lease_s = self._settings.scheduler.lease_s
         core.hold(lease_s + losses.GRACE_S)  # A restarted coordinator knows of no lease yet.
@@ -50,7 +53,7 @@ class LiveView:
                 if self._look():
                     self._judge()
                 self._watch_memory()
-                core.look.wait(min(PERIOD_S, lease_s / 4))
+                core.look.wait(min(SUSPICIOUS_S if self._suspicious else PERIOD_S, lease_s / 4))
         finally:
             self._disconnect()
             self._live.close()
@@ -109,8 +112,9 @@ class LiveView:
         with core.lock:
             out = core.book.out.values()
             unheld = {c.queue for c in out if c.published and c.leased_at is None}
+            self._suspicious = any(c.unleased_since is not None for c in out)
             # Batches that are cut wait for the last results as well.
-            ending = bool(core.cancelled) or any(c.unleased_since is not None or c.done is not None for c in out)
+            ending = bool(core.cancelled) or self._suspicious or any(c.done is not None for c in out)
         waiting = {name: self._waiting(name) for name in unheld}
         if ending:
             asked_at = time.monotonic()

@@ -12,7 +12,7 @@ from producers.coordinator.lanes import Outstanding
 from producers.coordinator.records import Lost
 
 #: Seconds a worker's lease may be missing before it counts as lapsed: its last results are on their way.
-GRACE_S = 2.0
+GRACE_S = 1.0
 #: Seconds to wait for a result message that a later one overtook.
 OVERTAKEN_S = 10.0
 

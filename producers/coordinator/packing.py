@@ -96,12 +96,14 @@ def draft(
     _wake(book, lane, wall)
     _weigh(book, lane, now, wall, weights)
     due, until, held = _due(book, lane, now, wall)
-    apart = _isolated(book, lane, due, room) or _elsewhere(book, lane, due, room) or _lost(book, lane, due, room)
+    lost = [r for r in due if room.nodes and _lost(r)]
+    apart = _isolated(book, lane, due, room) or _elsewhere(book, lane, due, room) or _ahead(book, lane, lost, room)
     if apart is not None:
         return apart if apart.picks else _answered(lane, now)
     again: dict[str, list[Retry]] = {}
     for retry in due:
-        if retry.charges < suspicion.SUSPECT:
+        # What was lost waits for room in a worker's own queue, rather than behind all that waits in the shared one.
+        if retry.charges < suspicion.SUSPECT and not (room.nodes and _lost(retry)):
             again.setdefault(retry.batch, []).append(retry)
     for batch_id in again:
         lane.fair.activate(batch_id, book.batches[batch_id].batch.tenant)
@@ -112,7 +114,7 @@ def draft(
     fresh = max(0, min(unsent, left))
     if not ready and not fresh:
         lane.partial_since = None
-        return Wait(min(until, now + _sleep_s(lane, wall)), idle=not unsent)
+        return Wait(min(until, now + _sleep_s(lane, wall)), idle=not unsent and not lost)
     size = min(room.chunk_size(ready + unsent), room.window)
     if ready + fresh < size:
         out = any(c.model == lane.model for c in book.out.values())
@@ -226,15 +228,23 @@ def _elsewhere(book: Book, lane: Lane, due: list[Retry], room: Capacity) -> Draf
     return None
 
 
-def _lost(book: Book, lane: Lane, due: list[Retry], room: Capacity) -> Draft | None:
-    """What was lost with a worker, for the others' own queues: it has waited once, and goes before what waits now."""
-    lost = [r for r in due if (r.lapses or r.charges) and r.charges < suspicion.SUSPECT]
+def _ahead(book: Book, lane: Lane, lost: list[Retry], room: Capacity) -> Draft | None:
+    """A part of what was lost with a worker, for the own queue of another, the one that has the least of it.
+
+    It has waited once, and goes before what waits now.
+    """
+    if not lost:
+        return None
     sent = Counter(c.target for c in book.out.values() if c.model == lane.model)
-    node = min(room.nodes, key=lambda node: sent[node], default="")
-    if not lost or not node or sent[node] >= AHEAD:
+    node = min(room.nodes, key=lambda node: sent[node])
+    if sent[node] >= AHEAD:
         return None
     each = math.ceil(sum(len(r.positions) for r in lost) / len(room.nodes))
     return Draft(_alike(book, lost, min(room.target, max(room.floor, each))), node)
+
+
+def _lost(retry: Retry) -> bool:
+    return bool(retry.lapses or retry.charges) and retry.charges < suspicion.SUSPECT
 
 
 def _failed(retry: Retry) -> bool:

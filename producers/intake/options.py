@@ -29,6 +29,9 @@ class Options:
     cache: str | None = None
     timeout_s: float | None = None
     idempotency_key: str | None = None
+    #: True: with another file the same key is a mistake. False: the key names a message, which may come again when its
+    #: file has changed.
+    key_names_file: bool = True
     tenant: str | None = None
     priority: str | None = None
     #: A duration from submission on (`24h`): OpenAI's name for the deadline.

@@ -22,6 +22,10 @@ Progress = Callable[[int, int], None]
 #: Bytes that a row takes besides its custom id and its body, at most (MessagePack's headers and numbers).
 _ROW_EXTRA = 32
 
+#: Faults after which a file is read no further that will not be taken, or that has nothing else: a stream of garbage
+#: need not end, and nobody mends as many by hand.
+MOST_FAULTS = 100_000
+
 #: Rows, plans and results keep an index in 32 bits.
 MAX_REQUESTS = 2**32 - 1
 
@@ -124,6 +128,10 @@ class Reading:
                 self.fatal = (
                     f"has a line of more than {ENDLESS * self._rules.longest} bytes: it is no file of JSON lines"
                 )
+                break
+            faults = self._refusals.count + len(self._refused)
+            if faults >= MOST_FAULTS and (not self._skip_invalid or faults == index):
+                self.fatal = f"has {faults} faults up to line {number}, where reading stopped"
                 break
             if index > MAX_REQUESTS:
                 self.fatal = f"has more than {MAX_REQUESTS} requests; split it"

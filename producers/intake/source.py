@@ -74,6 +74,12 @@ class Source:
     def verify(self) -> None:
         """`InvalidInput` when the file changed while it was read; not every kind of source can tell."""
 
+    def skim(self) -> Input:
+        """Read it for its digest alone, instead of `blocks()`."""
+        while self._read():
+            pass
+        return self.facts()
+
     def blocks(self) -> Iterator[bytes]:
         """The content, decompressed, a BOM at its start dropped; blocks are never empty.
 

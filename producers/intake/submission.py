@@ -16,7 +16,7 @@ from common.plan import PLAN, ROWS, PlanReader
 from common.registry import Registry
 from common.settings import Settings
 from common.store import LocalStore, Store
-from producers.batch import Batch
+from producers.batch import Batch, Input
 from producers.intake.options import Options
 from producers.intake.reading import Progress, Reading
 from producers.intake.refusals import Rejected, Report
@@ -51,11 +51,10 @@ def submit(
     """Make a batch out of a file: a path, `-`, or a URL that fsspec opens; plain, gzip or zstd.
 
     Raises `Rejected` (an `InvalidInput` with `.report`) when the file cannot be taken, `UsageError` for what is no
-    file, `Unreachable` for a store that does not answer or is full. Nothing is visible in the store then.
+    file, or not the one that the idempotency key stands for, `Unreachable` for a store that does not answer or is full.
+    Nothing is visible in the store then.
     """
     options.check()
-    if (earlier := _earlier(store, options)) is not None:
-        return earlier
     with open_source(source) as opened:
         return _submit(opened, store, settings, registry, options, progress)
 
@@ -68,8 +67,6 @@ def submit_stream(
     What the stream itself raises, except `OSError`, goes through.
     """
     options.check()
-    if (earlier := _earlier(store, options)) is not None:
-        return earlier
     with open_stream(stream, name) as opened:
         return _submit(opened, store, settings, registry, options, None)
 
@@ -81,16 +78,28 @@ def submit_bytes(
     return submit_stream(io.BytesIO(data), store, settings, registry, options, name)
 
 
-def _earlier(store: Store, options: Options) -> Batch | None:
-    recover(store)
-    return None if options.idempotency_key is None else find_by_key(store, options.idempotency_key)
-
-
 def _submit(
     source: Source, store: Store, settings: Settings, registry: Registry, options: Options, progress: Progress | None
 ) -> Batch:
+    recover(store)
+    key = options.idempotency_key
+    if key is not None and (earlier := find_by_key(store, key)) is not None:
+        return _same(earlier, source.skim(), source.name) if options.key_names_file else earlier
     with Spool(store) as spool:
-        return spool.publish(make(source, spool, settings, registry, options, progress))
+        batch = make(source, spool, settings, registry, options, progress)
+        published = spool.publish(batch)
+    return _same(published, batch.input, source.name) if options.key_names_file else published
+
+
+def _same(batch: Batch, given: Input, name: str) -> Batch:
+    """The batch that has the key of this input; `UsageError` when it was made out of another."""
+    if batch.input.digest == given.digest:
+        return batch
+    raise UsageError(
+        f"{name}: is not the file that was submitted under the idempotency key {batch.idempotency_key!a}: "
+        f"{batch.id} has blake3 {batch.input.digest} ({batch.input.name}), this one {given.digest}; "
+        "use another key for another file"
+    )
 
 
 def make(

@@ -13,6 +13,7 @@ from tests.conftest import ECHO_MODEL
 from tests.support.brokers import Broker
 from tests.support.chunks import Dispatch, StartWorker, chat, make_chunk
 from tests.support.ports import wait_until
+from workers.devices import node_name
 
 QUEUE = infer_queue(ECHO_MODEL)
 SEQS = 16
@@ -88,3 +89,26 @@ def test_a_full_engine_takes_no_more_than_its_chunks(
         requests, running, chunks = outstanding(control)
         assert (requests, running, chunks) == (180, 4, 3)
     control.close()
+
+
+def test_what_is_for_this_worker_alone_goes_before_all_it_has(
+    broker: Broker, dispatch: Dispatch, start_worker: StartWorker
+) -> None:
+    """A chunk that was lost with another worker waits neither for a place nor for the engine's queue."""
+    worker = start_worker(
+        "--name",
+        "survivor",
+        BATCHMILL_ECHO_MAX_NUM_SEQS=4,
+        BATCHMILL_ECHO_LATENCY_MS=100,
+        BATCHMILL_INFERENCE_CHUNKS_IN_FLIGHT=3,
+    )
+    # Half a minute's work in the first of them.
+    large = [dispatch.send(make_chunk([chat("x")] * 1200, ECHO_MODEL)) for _ in range(6)]
+    broker.wait_depth(QUEUE, ready=3, unacked=3)
+    lost = [
+        dispatch.send(make_chunk([chat("y")] * 8, ECHO_MODEL), node=node_name(ECHO_MODEL, "survivor")) for _ in range(2)
+    ]
+    for chunk in lost:
+        assert set(dispatch.wait(chunk, 20).kinds().values()) == {Kind.OUTPUT}
+    assert not any(dispatch.of(chunk).done for chunk in large)
+    worker.kill()

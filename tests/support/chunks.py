@@ -29,6 +29,7 @@ from common.messages import (
     join_rows,
     kinds,
     lengths,
+    node_queue,
     positions,
 )
 from common.serializer import CONTENT_TYPE
@@ -109,12 +110,13 @@ class Dispatch:
         """The chunk as it travels."""
         return self.chunks.seal(name or infer_queue(chunk.model), encode(chunk))
 
-    def send(self, chunk: Chunk, blob: bytes | None = None) -> Chunk:
-        """Publish a chunk (or other bytes in its place)."""
+    def send(self, chunk: Chunk, blob: bytes | None = None, node: str = "") -> Chunk:
+        """Publish a chunk (or other bytes in its place), for one worker alone where `node` names it."""
         count = sum(s.end - s.start for s in chunk.slices)
         shown = f"batch={chunk.slices[0].batch} chunk={chunk.id} requests={count}"
-        name = infer_queue(chunk.model)
-        self.publisher.publish_task(name, TASK_INFER, chunk.id, blob or self.seal(chunk), shown)
+        name = node_queue(chunk.model, node) if node else infer_queue(chunk.model)
+        sealed = blob or self.seal(chunk, name)
+        self.publisher.publish_task(name, TASK_INFER, chunk.id, sealed, shown, transient=bool(node))
         return chunk
 
     def collect(self, enough: Callable[[], bool], timeout: float = 30, what: str = "results") -> None:

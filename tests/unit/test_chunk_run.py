@@ -163,10 +163,10 @@ class Stuck(echo.EchoEngine):
 
 
 def in_thread(
-    chunk: Chunk, engine: tuple[EngineThread, Lane], number: int = -1
+    chunk: Chunk, engine: tuple[EngineThread, Lane], number: int = -1, *, ahead: bool = False
 ) -> tuple[ChunkWork, Sent, Callable[[], Abort | None]]:
     sent, ended = Sent(), []
-    work = ChunkWork(chunk, rows_of(chunk), *engine, number)
+    work = ChunkWork(chunk, rows_of(chunk), *engine, number, ahead=ahead)
     thread = threading.Thread(target=lambda: ended.append(ChunkRun(chunk, work, "node", sent).run()))
     thread.start()
 
@@ -301,6 +301,40 @@ def test_isolated_requests_run_few_at_a_time_with_nothing_else_inside(start_engi
     assert [text for text, _ in engine.seen] == ["before"] * 3 + ["suspect"] * 4 + ["later"] * 5
     assert max(inside for text, inside in engine.seen if text == "later") > 1
     assert not lane.isolating
+
+
+def test_what_is_for_this_worker_alone_goes_before_the_others_in_the_order_it_came(start_engine: StartEngine) -> None:
+    class Noting(echo.EchoEngine):
+        """Notes what comes in."""
+
+        def __init__(self) -> None:
+            super().__init__(MODEL, ModelVersion(source="none", engine={"max_num_seqs": 1}), Settings(), {})
+            self.seen: list[str] = []
+            self.go = asyncio.Event()
+
+        async def infer(self, url: str, body: bytes) -> Answer:
+            self.seen.append(msgspec.json.decode(body)["messages"][0]["content"])
+            await self.go.wait()
+            return await super().infer(url, body)
+
+    engine = Noting()
+    thread, lane = start_engine(engine)
+    joins, here = [], 0
+    for text, ahead in (("shared", False), ("first", True), ("second", True), ("later", False)):
+        chunk = make_chunk([chat(text)] * (lane.limit + 3), MODEL)
+        joins.append(in_thread(chunk, (thread, lane), ahead=ahead)[2])
+        here += lane.limit + 3
+        wait_until(lambda here=here: lane.outstanding == here, 5, "they are here")  # type: ignore[misc]
+    thread.call(engine.go.set)
+    assert [join() for join in joins] == [None] * 4
+    many = lane.limit
+    assert engine.seen == [
+        *["shared"] * many,
+        *["first"] * (many + 3),
+        *["second"] * (many + 3),
+        *["shared"] * 3,
+        *["later"] * (many + 3),
+    ]
 
 
 def test_the_breadcrumb_follows_the_engine_and_keeps_what_it_died_of(start_engine: StartEngine, tmp_path: Path) -> None:

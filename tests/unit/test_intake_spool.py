@@ -50,7 +50,7 @@ def whole_batches(store: Store) -> list[str]:
     return found
 
 
-def check(store: Store, key: str | None) -> bool:
+def check(store: Store, key: str | None, data: bytes) -> bool:
     """After a kill: what is there is whole; recovery leaves nothing, or a whole and active batch. True: a batch."""
     for batch_id in store.list("active/0"):
         assert batch_id in whole_batches(store)
@@ -65,7 +65,7 @@ def check(store: Store, key: str | None) -> bool:
         assert after == before
     else:
         # Whoever repeats the submit gets the batch that came to be, or makes it.
-        again = submit(store, Options(idempotency_key=key))
+        again = submit(store, Options(idempotency_key=key, skip_invalid=data is BAD), data)
         assert whole_batches(store) == store.list("active/0") == [again]
         assert after in ([], [again])
     return bool(after)
@@ -116,7 +116,7 @@ def test_killed_before_any_step(tmp_path: Path, key: str | None, skip: bool) -> 
             assert os.WEXITSTATUS(status) == 0
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-        outcomes.append(check(store, key))
+        outcomes.append(check(store, key, BAD if skip else DATA))
     # The kills did fall before and after the point of no return, and there is one such point.
     assert outcomes == sorted(outcomes)
     assert {False, True} == set(outcomes)
@@ -169,7 +169,7 @@ def test_killed_before_any_step_of_an_object_store(key: str | None, monkeypatch:
             submit(Mortal(url, step), Options(idempotency_key=key, skip_invalid=True), BAD)
             break
         except Dead:
-            outcomes.append(check(open_store(url), key))
+            outcomes.append(check(open_store(url), key, BAD))
     assert outcomes == sorted(outcomes)
     assert {False, True} == set(outcomes)
     assert len(whole_batches(open_store(url))) == 1

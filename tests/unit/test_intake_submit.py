@@ -23,7 +23,7 @@ from common.settings import Cache, Inference, Scheduler, Settings
 from common.store import LocalStore
 from producers.batch import Batch, read_batch, read_status
 from producers.coordinator.batch_files import BatchFiles
-from producers.intake import LineError, Options, Rejected, shard_of, submit, submit_bytes, validate
+from producers.intake import LineError, Options, Rejected, shard_of, submit, submit_bytes, submit_stream, validate
 
 REGISTRY = Registry(
     {
@@ -101,8 +101,52 @@ def test_skip_invalid_makes_error_lines(store: LocalStore) -> None:
 def test_the_same_key_gives_the_same_batch(store: LocalStore) -> None:
     options = Options(idempotency_key="k1")
     first = submit_bytes(chat("a"), store, Settings(), REGISTRY, options)
-    assert submit_bytes(chat("b"), store, Settings(), REGISTRY, options) == first
+    assert submit_bytes(chat("a"), store, Settings(), REGISTRY, options) == first
     assert store.list("batches") == [first.id]
+
+
+def test_the_same_key_with_another_file_is_a_mistake(store: LocalStore) -> None:
+    options = Options(idempotency_key="k1")
+    first = submit_bytes(chat("a"), store, Settings(), REGISTRY, options)
+    digests = [blake3(chat(name)).hexdigest() for name in ("a", "b")]
+    said = f"^other: is not the file .* key 'k1': {first.id} has blake3 {digests[0]} .*, this one {digests[1]}; "
+    with pytest.raises(UsageError, match=said):
+        submit_bytes(chat("b"), store, Settings(), REGISTRY, options, "other")
+    # Two at once, of which each finds the key free at first.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("producers.intake.submission.find_by_key", lambda *_: None)
+        with pytest.raises(UsageError, match=said):
+            submit_bytes(chat("b"), store, Settings(), REGISTRY, options, "other")
+    assert store.list("batches") == [first.id]
+    assert store.list("incoming") == []
+    # A message that comes again is known by its id, whatever became of the file that it names.
+    message = Options(idempotency_key="celery task 1", key_names_file=False)
+    second = submit_bytes(chat("a"), store, Settings(), REGISTRY, message)
+    assert submit_bytes(chat("b"), store, Settings(), REGISTRY, message) == second
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_stream_of_garbage_is_not_read_for_ever(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, skip: bool
+) -> None:
+    monkeypatch.setattr("producers.intake.reading.MOST_FAULTS", 20_000)
+
+    class Endless:
+        """`yes`."""
+
+        def read(self, size: int) -> bytes:
+            return b"y\n" * (size // 2)
+
+    with pytest.raises(Rejected, match=r"has \d{5,6} faults up to line \d{5,6}, where reading stopped") as caught:
+        submit_stream(Endless(), store, Settings(), REGISTRY, Options(skip_invalid=skip))  # type: ignore[arg-type]
+    report = caught.value.report
+    assert 20_000 < report.error_count < 400_000
+    assert (report.errors[0].line, report.errors[99].line) == (1, 100)
+    # Who leaves bad lines out reads on while there are good ones.
+    monkeypatch.setattr("producers.intake.reading.MOST_FAULTS", 3)
+    some = chat("a") + b"\n" + b"y\n" * 5
+    if skip:
+        assert submit_bytes(some, store, Settings(), REGISTRY, Options(skip_invalid=True)).invalid == 5
 
 
 def test_what_is_no_file_is_one_line(store: LocalStore, tmp_path: Path) -> None:

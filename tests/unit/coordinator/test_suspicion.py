@@ -234,6 +234,32 @@ def test_what_was_lost_with_a_worker_goes_before_what_waits_and_not_to_that_work
     assert bench.lane.silent == set()
 
 
+def test_what_was_lost_waits_for_room_in_an_own_queue_and_not_behind_the_window() -> None:
+    two = replace(ROOM, workers=2, nodes=("n", "m"))
+    bench = Bench(batch_of("a", 100))
+    lost = [str(bench.send()) for _ in range(4)]
+    rows = [pos for chunk in lost for pos in bench.positions(chunk)]
+    for chunk in lost:
+        bench.lose(chunk, leased=True)
+    left = replace(two, nodes=("m",))
+    ahead = [str(bench.send(left)) for _ in range(packing.AHEAD)]
+    assert {bench.book.out[chunk].target for chunk in ahead} == {"m"}
+    again = [pos for chunk in ahead for pos in bench.positions(chunk)]
+    # Its own queue is full: others' work goes on, within the window.
+    behind = [str(bench.send(replace(left, window=left.window + 8))) for _ in range(2)]
+    assert all(not bench.book.out[chunk].target for chunk in behind)
+    assert not {pos for chunk in behind for pos in bench.positions(chunk)} & set(rows)
+    while len(again) < len(rows):
+        bench.answer(ahead[0], all_of(Kind.OUTPUT, bench.positions(ahead[0])), node="m", done=True)
+        ahead = [*ahead[1:], str(bench.send(left))]
+        assert bench.book.out[ahead[-1]].target == "m"
+        again += bench.positions(ahead[-1])
+    assert again == rows
+    # Nobody is left: then it is anybody's.
+    bench.lose(ahead[-1], leased=True)
+    assert drafted(bench, replace(two, nodes=())).node == ""
+
+
 def test_rows_that_were_answered_after_all_are_not_sent_again() -> None:
     bench = Bench(batch_of("a", 4))
     first = str(bench.send())
