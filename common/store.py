@@ -148,6 +148,12 @@ class LocalStore:
             raise UsageError(f"store path {path!r} leaves the store")
         return f"{self.url}/{path}"
 
+    def is_full(self) -> bool:
+        """True when there is no room for as much as a small file."""
+        with self.errors("cannot be read"):
+            stats = os.statvfs(self.root)
+        return stats.f_bavail * stats.f_frsize < SMALL_FILE
+
     def read(self, path: str) -> bytes:
         with self.errors(f"{path}: cannot be read"):
             return self.local_path(path).read_bytes()
@@ -369,6 +375,9 @@ class Errors:
             raise StoreFull(text) from None
         raise Unreachable(f"store {self._url}: {self._what}: {exc.strerror or exc}") from None
 
+
+#: Bytes that a status or a heartbeat and its place in a folder take, with room to spare.
+SMALL_FILE = 64 << 10
 
 _TEMPORARY = ".tmp-"
 #: What tells this process from an earlier one of its number, and its names from one another.

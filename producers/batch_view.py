@@ -10,7 +10,7 @@ import msgspec
 
 from common.errors import Damaged, UsageError
 from common.messages import CacheFacts
-from common.store import Store
+from common.store import LocalStore, Store
 from producers import batch as batches
 from producers.batch import FINAL, Batch, Command, Heartbeat, Input, Status
 
@@ -134,12 +134,41 @@ def alive(beat: Heartbeat | None, now: float) -> bool:
     return beat is not None and now - beat.at <= HEARTBEAT_S
 
 
+def silence(store: Store) -> str:
+    """Why nothing is heard of a coordinator: on a full disk it cannot write its heartbeat, nor a batch's status."""
+    return "disk_full" if isinstance(store, LocalStore) and store.is_full() else "no_coordinator"
+
+
 def look(store: Store, batch_id: str, *, now: float | None = None) -> BatchView:
     """Where a batch stands; `UsageError` when there is none."""
     batch = batches.read_batch(store, batch_id)
     beat = heartbeat(store, batch.shard)
     there = alive(beat, time.time() if now is None else now)
-    return view(batch, batches.read_status(store, batch), None if there else "no_coordinator")
+    return view(batch, batches.read_status(store, batch), None if there else silence(store))
+
+
+class Standing(msgspec.Struct):
+    """The unfinished batches of a store: how many, and for what those wait that do not move (`BatchView.reason`)."""
+
+    batches: int
+    reasons: dict[str, int]
+
+
+def standing(store: Store, most: int = 200) -> Standing:
+    """Where the unfinished batches stand; of more than `most`, the newest are looked into."""
+    ids = sorted((b for shard in store.list("active") for b in store.list(f"active/{shard}")), reverse=True)
+    found = Standing(len(ids), {})
+    for batch_id in ids[:most]:
+        with contextlib.suppress(UsageError, Damaged):
+            seen = look(store, batch_id)
+            if not seen.final and seen.reason is not None:
+                found.reasons[seen.reason] = found.reasons.get(seen.reason, 0) + 1
+    return found
+
+
+def rests(store: Store, batch: Batch) -> bool:
+    """True while a batch is paused and nothing is asked of it; as `look` raises."""
+    return batches.read_status(store, batch).paused and not store.list(f"control/{batch.id}")
 
 
 def recent(store: Store, limit: int | None, damaged: Callable[[Damaged], None] = lambda _: None) -> list[BatchView]:

@@ -11,7 +11,7 @@ from common.changes import Changes
 from common.errors import Unreachable
 from common.store import Store
 from producers.batch import Heartbeat, read_batch, read_status, status_path
-from producers.batch_view import HEARTBEAT_S, BatchView, alive, heartbeat, view
+from producers.batch_view import HEARTBEAT_S, BatchView, alive, heartbeat, silence, view
 
 #: Seconds between two looks: short at first (small batches end at once), then as often as the coordinator writes.
 FIRST_POLL_S = 0.05
@@ -113,7 +113,7 @@ def follow(
             pause(LAST_POLL_S)
             continue
         there = pulse.feel(beat, clock(), wall())
-        seen = view(batch, status, None if there else "no_coordinator")
+        seen = view(batch, status, None if there else silence(store))
         yield seen
         if seen.final:
             return

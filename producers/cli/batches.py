@@ -33,14 +33,16 @@ def status(batch_id: str, *, as_json: bool) -> int:
 
 def show(*, limit: int | None, as_json: bool) -> int:
     """The newest batches."""
-    store = surroundings.existing_store(surroundings.load_settings())
+    settings = surroundings.load_settings()
+    store = surroundings.existing_store(settings)
     found = recent(store, limit, warn_of_damage)
     if as_json:
         say.json({"object": "list", "data": found})
     elif found:
         # A narrower terminal wraps the lines: an id that was cut could not be copied.
         width = max(NARROWEST, say.console().width)
-        say.render(listing(found, time.time(), width), width=width)
+        embedded = settings.broker.url is None
+        say.render(listing(found, time.time(), width, embedded=embedded), width=width)
     else:
         say.err(f"no batches in {store.url}")
     return 0
@@ -88,7 +90,7 @@ def card(seen: BatchView, now: float, *, embedded: bool = False) -> Table:
     return grid
 
 
-def listing(found: list[BatchView], now: float, width: int) -> Group:
+def listing(found: list[BatchView], now: float, width: int, *, embedded: bool = False) -> Group:
     """Batches as a table that fits `width` (≥ 80) columns: only names are cut, since ids are what people copy.
 
     Below a batch stands what sets it apart, where something does: why it waits, its deadline, priority and tenant.
@@ -107,8 +109,8 @@ def listing(found: list[BatchView], now: float, width: int) -> Group:
             _users(seen.name) or "",
         )
         notes = wording.standing(seen, now)
-        if seen.reason in ("paused", "scheduled"):
-            notes.insert(0, (wording.reason(seen) or "").partition(";")[0])
+        if not seen.final and (why := wording.reason(seen, embedded=embedded)) is not None:
+            notes.insert(0, wording.plain(why.partition(";")[0]))
         if notes:
             note = Text(f"  {', '.join(notes)}", style="dim", no_wrap=True, overflow="ellipsis")
             parts += [table, note]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
+import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from common.errors import Unreachable, UsageError
+from common.errors import BatchmillError, Unreachable, UsageError
+from common.store import open_store
 from producers import embedded
 from producers.attendant import PROBLEM_S, Hold
+from producers.batch_view import standing
 from producers.cli import exits, say, surroundings, wording
 from producers.embedded import Record
 
@@ -75,14 +79,28 @@ def down(*, now: bool, as_json: bool) -> int:
 def show(*, as_json: bool) -> int:
     """What runs; exit code 0 while it does, 3 when it does not."""
     record = embedded.status()
+    seen = Seen(**msgspec.structs.asdict(record))
+    if record.store:
+        with contextlib.suppress(BatchmillError):
+            there = standing(open_store(record.store, make=False))
+            seen.batches, seen.reasons = there.batches, there.reasons
     if as_json:
-        say.json(record)
+        say.json(seen)
     else:
-        say.render(card(record, time.time()))
+        say.render(card(seen, time.time()))
     return exits.ANSWERED if record.state in ("starting", "up", "stopping") else exits.UNREACHABLE
 
 
-def card(record: Record, now: float) -> Table:
+class Seen(Record, kw_only=True):
+    """The record, and what is in the fleet's store."""
+
+    #: Unfinished batches; null: the store does not say.
+    batches: int | None = None
+    #: Why those wait that do not move (as the `reason` of a batch) → how many of them.
+    reasons: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+def card(record: Seen, now: float) -> Table:
     """The fleet as rows of name and value."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -97,6 +115,10 @@ def card(record: Record, now: float) -> Table:
     for worker in record.workers:
         detail = f": {worker.detail}" if worker.detail else ""
         grid.add_row("model", escape(wording.plain(f"{worker.model} {worker.state}{detail}")))
+    if record.batches is not None:
+        grid.add_row("batches", f"{record.batches:,} unfinished")
+    for reason, count in sorted(record.reasons.items()):
+        grid.add_row("", escape(wording.plain(f"{count:,} × {wording.cause(reason)}")))
     if running and record.started_at:
         grid.add_row("up for", wording.ago(now - record.started_at))
     if running and record.ends_at is not None:

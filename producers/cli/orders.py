@@ -6,6 +6,7 @@ import getpass
 import socket
 
 from common.errors import UsageError
+from common.settings import Settings
 from common.store import Store
 from producers.batch import PRIORITIES
 from producers.batch_view import BatchView, ask, look
@@ -35,8 +36,12 @@ def pause(batch_id: str, *, as_json: bool) -> int:
 
 def resume_dispatch(batch_id: str, *, as_json: bool) -> int:
     """Ask that a paused batch goes on."""
-    store = _store()
-    return _ask(store, _running(store, batch_id, "resume"), "resume", "asked to go on", as_json=as_json)
+    settings = surroundings.load_settings()
+    store = surroundings.existing_store(settings)
+    before = _running(store, batch_id, "resume")
+    # With nothing but paused batches the embedded fleet ends.
+    bring_back = settings if settings.broker.url is None and before.paused else None
+    return _ask(store, before, "resume", "asked to go on", as_json=as_json, bring_back=bring_back)
 
 
 def reprioritize(batch_id: str, *, priority: str, as_json: bool) -> int:
@@ -66,13 +71,19 @@ def _ask(
     as_json: bool,
     priority: str | None = None,
     then: str = "follow it: producers watch",
+    bring_back: Settings | None = None,
 ) -> int:
     ask(store, before.id, command, by=f"{_user()}@{socket.gethostname()}", priority=priority)
     if as_json:
         say.json({"id": before.id, "asked": True, "status": before.status})
     else:
         say.out(f"{before.id}: {said}; {then} {before.id}")
-    if before.reason == "no_coordinator":
+    if before.reason == "no_coordinator" and bring_back is not None:
+        from producers import embedded
+
+        # It finds the batch by itself.
+        embedded.ensure(bring_back, surroundings.load_registry(bring_back), None, say=say.err).close()
+    elif before.reason == "no_coordinator":
         say.err("producers: warning: no coordinator runs; it will be done once one is back")
     return exits.ANSWERED
 

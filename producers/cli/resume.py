@@ -27,9 +27,10 @@ def resume(*, detach: bool, output: Path | None, as_json: bool) -> int:
     for seen in found:
         say.err(f"  {wording.line(seen, Pace(), embedded=settings.broker.url is None)}")
     # Whoever paused a batch did not crash; following it would never end.
-    for seen in (s for s in found if s.paused):
-        say.err(f"{seen.id} stays paused")
-    going = [seen for seen in found if not seen.paused]
+    paused = {seen.id for seen in found if seen.paused and not store.list(f"control/{seen.id}")}
+    for batch_id in paused:
+        say.err(f"{batch_id} stays paused")
+    going = [seen for seen in found if seen.id not in paused]
     ended = []
     code = exits.ANSWERED
     if detach and going:

@@ -112,8 +112,8 @@ def running_fleet(settings: Settings, seen: BatchView) -> Iterator[Callable[[Bat
 
     registry = surroundings.load_registry(settings)
     try:
-        model = None if waits(seen.not_before, seen.run_between, time.time()) else seen.model
-        fleet = embedded.ensure(settings, registry, model, say=say.err)
+        rests = seen.paused or waits(seen.not_before, seen.run_between, time.time())
+        fleet = embedded.ensure(settings, registry, None if rests else seen.model, say=say.err)
     except BatchmillError as exc:
         raise type(exc)(f"{exc}; {seen.id} is kept, 'producers watch {seen.id}' goes on with it") from None
     with fleet:

@@ -35,13 +35,22 @@ def reason(seen: BatchView, *, embedded: bool = False) -> str | None:
     """Why a batch does not move, or None. `embedded`: no broker is configured."""
     if seen.reason is None:
         return None
-    if seen.reason == "no_coordinator" and embedded:
-        return _NO_FLEET
-    known = _REASONS.get(seen.reason)
+    why = seen.reason
+    if why == "no_coordinator" and embedded:
+        if not seen.paused:
+            return _NO_FLEET
+        why = "paused"  # Nobody need be there for it.
+    known = _REASONS.get(why)
     if known is not None:
         opens = "its hours" if seen.opens_at is None else when(seen.opens_at, time.time(), seen.run_between)
         return known.format(model=seen.model, id=seen.id, opens=opens)
-    return seen.reason.replace("_", " ") if seen.reason.isidentifier() else seen.reason
+    return why.replace("_", " ") if why.isidentifier() else why
+
+
+def cause(reason: str) -> str:
+    """A reason that several batches share, in a few words."""
+    said = _REASONS.get(reason, "").partition(";")[0]
+    return said if said and "{" not in said else reason.replace("_", " ")
 
 
 def status(seen: BatchView) -> str:

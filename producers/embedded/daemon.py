@@ -69,8 +69,10 @@ class Daemon:
         #: Model → when it was last asked for (Unix seconds), as far as acted upon.
         self.asked: dict[str, float] = {}
         self.failed: set[str] = set()
-        #: Told to end because another model needs its GPUs.
+        #: Told to end because another model needs its GPUs, or because its batches may not run for now.
         self.making_way: set[str] = set()
+        #: Model → when one of its batches last might have run (Unix seconds).
+        self.last_due: dict[str, float] = {}
         self.started_at = demand.now_s()
         self.linger_s = linger(env)
         self.idle_since: float | None = None
@@ -173,8 +175,13 @@ class Daemon:
             if model not in self.workers:
                 name = f"worker-{model.replace('@', '.')}"
                 self.workers[model] = self._child(name, self._worker_argv(model))
+        self.last_due.update(dict.fromkeys(self.active.due, demand.now_s()))
         for model, child in self.workers.items():
-            may_start = model not in self.failed and self._has_devices(model, self.active.due)
+            resting = self._rests(model)
+            if resting and child.alive and model not in self.making_way and not self._works(model):
+                self.making_way.add(model)
+                child.terminate()
+            may_start = not resting and model not in self.failed and self._has_devices(model, self.active.due)
             if not child.tend(now, start=may_start):
                 if child.alive and any(f.state == "ready" for f in self._facts_of(model)):
                     child.settle()
@@ -185,7 +192,7 @@ class Daemon:
             if model in self.making_way:
                 self.making_way.discard(model)
                 child.retry_now()
-                self.log.info("worker made way for another model", model=model)
+                self.log.info("worker unloaded", model=model)
                 continue
             self.log.warning("worker ended", model=model, status=child.exit_status, line=child.last_line)
             if self._hopeless(child):
@@ -198,6 +205,16 @@ class Daemon:
         """
         status = child.exit_status or 0
         return child.failures >= GIVE_UP_AFTER or (status > 0 and status != Unreachable.exit_code)
+
+    def _rests(self, model: str) -> bool:
+        """True while a model need not be loaded: it has unfinished batches, and none of them was to run for a while."""
+        if self.linger_s < 0 or self.active.due.get(model) or not self.active.waiting.get(model):
+            return False
+        wanted_at = max(self.asked.get(model, 0.0), self.last_due.get(model, self.started_at))
+        return demand.now_s() - wanted_at >= self.linger_s
+
+    def _works(self, model: str) -> bool:
+        return any(f.running + f.waiting for f in self._facts_of(model))
 
     def _has_devices(self, model: str, due: dict[str, int]) -> bool:
         """One model at a time has the GPUs; it gives them up when it has nothing to do and another has."""
@@ -244,6 +261,8 @@ class Daemon:
                 detail = f"the worker of {model} ended and is started again: {self._why(child)}"
                 return WorkerState(model=model, state="restarting", detail=detail, log=log)
             detail = f"another model has the GPUs; {model} starts when that has nothing left to do"
+            if self._rests(model):
+                detail = f"{model} is not loaded: its batches are paused, or their hours have not come"
             return WorkerState(model=model, state="waiting", detail=detail, log=log)
         said = {f.state for f in self._facts_of(model)}
         state = next((s for s in ("ready", "loading", "draining") if s in said), "starting")

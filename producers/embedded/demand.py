@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -10,9 +11,15 @@ from pathlib import Path
 
 import msgspec
 
+from common.errors import BatchmillError
 from common.store import Store
 from producers.batch import Batch
+from producers.batch_view import rests
 from producers.schedule import waits
+
+#: Seconds between two looks at whether a batch is paused, and batches looked at so at a time.
+PAUSED_EVERY_S = 5.0
+_PAUSED_AT_ONCE = 50
 
 
 class Wanted(msgspec.Struct, kw_only=True):
@@ -47,29 +54,39 @@ def read_wanted(folder: Path) -> dict[str, tuple[Wanted, float]]:
 
 
 class ActiveBatches:
-    """Models of the unfinished batches. Reads the names below `active/` and every batch's file once."""
+    """Models of the unfinished batches. Reads the names below `active/` and every batch's file once.
+
+    A paused batch counts for nothing: it is in nobody's way, and who lets it go on brings the fleet back. One with a
+    deadline needs its coordinator all the same.
+    """
 
     def __init__(self, store: Store, every_s: float) -> None:
         self._store, self._every_s = store, every_s
         self._batches: dict[str, Batch] = {}
         self._counts: Counter[str] = Counter()
         self._next = 0.0
+        #: Batch → whether it is paused, and when that was looked at (monotonic seconds).
+        self._paused: dict[str, tuple[bool, float]] = {}
         #: As of the last look: model → number of unfinished batches whose hours it is.
         self.due: Counter[str] = Counter()
+        #: Model → number of the others: paused, or before or between their hours.
+        self.waiting: Counter[str] = Counter()
 
     def models(self, now: float | None = None) -> Counter[str]:
         """Model → number of unfinished batches; at most one look every `every_s` seconds, at once without `now`."""
         if now is None or now >= self._next:
             if now is not None:
                 self._next = now + self._every_s
-            self._counts = self._look()
+            self._counts = self._look(sure=now is None)
         return self._counts
 
-    def _look(self) -> Counter[str]:
+    def _look(self, *, sure: bool) -> Counter[str]:
         counts: Counter[str] = Counter()
         due: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
         now = now_s()
         alive = set()
+        looks = 0
         for shard in self._store.list("active"):
             for batch_id in self._store.list(f"active/{shard}"):
                 alive.add(batch_id)
@@ -80,11 +97,26 @@ class ActiveBatches:
                         batch = msgspec.json.decode(raw, type=Batch)
                         self._batches[batch_id] = msgspec.structs.replace(batch, windows=[], metadata={})
                 if (known := self._batches.get(batch_id)) is not None:
-                    counts[known.model] += 1
-                    due[known.model] += not waits(known.not_before, known.run_between, now)
+                    paused, looked_at = self._paused.get(batch_id, (False, -math.inf))
+                    old = time.monotonic() - looked_at >= PAUSED_EVERY_S and looks < _PAUSED_AT_ONCE
+                    if old or (sure and paused):
+                        looks += 1
+                        paused = self._is_paused(known)
+                        self._paused[batch_id] = paused, time.monotonic()
+                    open_ = not paused and not waits(known.not_before, known.run_between, now)
+                    counts[known.model] += not paused or known.expires_at is not None
+                    due[known.model] += open_
+                    waiting[known.model] += not open_
         self._batches = {b: known for b, known in self._batches.items() if b in alive}
-        self.due = +due
-        return counts
+        self._paused = {b: known for b, known in self._paused.items() if b in alive}
+        self.due, self.waiting = +due, +waiting
+        return +counts
+
+    def _is_paused(self, batch: Batch) -> bool:
+        try:
+            return rests(self._store, batch)
+        except (OSError, BatchmillError):
+            return False  # Nobody can say.
 
 
 def now_s() -> float:

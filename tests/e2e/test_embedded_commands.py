@@ -98,6 +98,23 @@ def test_no_model_is_loaded_before_a_batch_may_run(shell: Shell) -> None:
     assert shell.run("watch", batch_id, "--json", code=4).json["status"] == "cancelled"
 
 
+def test_a_paused_batch_keeps_no_fleet_and_going_on_brings_it_back(shell: Shell) -> None:
+    shell.env["BATCHMILL_FLEET_LINGER_S"] = "1"
+    path = shell.write("in.jsonl", [chat("a", "x")])
+    batch_id = shell.run("submit", str(path), "--detach", "--not-before", "1h").out.strip()
+    shell.run("pause", batch_id)
+    wait_until(lambda: shell.run("fleet", "status", code=None).code == 3, 60, "the fleet has ended by itself")
+    told = shell.run("status", batch_id).out
+    assert "paused: nothing is sent" in told
+    assert "does not run" not in told
+    shell.run("resume-dispatch", batch_id)
+    status = ("status", batch_id, "--json")
+    wait_until(lambda: shell.run(*status).json["reason"] == "scheduled", 60, "it goes on, and the fleet with it")
+    assert shell.run("fleet", "status", "--json").json["workers"] == []
+    shell.run("cancel", batch_id)
+    assert shell.run("watch", batch_id, "--json", code=4).json["status"] == "cancelled"
+
+
 def test_partial_results_find_the_log_of_the_embedded_fleet(shell: Shell) -> None:
     path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "HELD")])
     batch_id = shell.run("submit", str(path), "--detach").out.strip()

@@ -15,9 +15,12 @@ import pytest
 from common.errors import InvalidInput, Unreachable, UsageError
 from common.ids import new_batch_id
 from common.store import LocalStore
+from producers.batch_view import look
 from producers.cli import exits, say
 from producers.cli.handler import guard, run
 from producers.cli.watch import way_back
+from producers.embedded import record
+from producers.embedded.layout import layout
 from tests.support import stored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,6 +304,39 @@ def test_resume_with_nothing_to_do_says_so(store: LocalStore, capsys: pytest.Cap
     assert json.loads(shown.out) == {"object": "list", "data": []}
     assert "1 unfinished batch:" in shown.err
     assert f"{paused.id} stays paused" in shown.err
+
+
+def test_where_batches_wait_is_told_in_a_row_each(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    stored.heartbeat(store, time.time())
+    for reason in (None, "disk_full", "disk_full", "no_workers", "paused"):
+        of = stored.batch(store)
+        store.create_exclusive(f"active/0/{of.id}", b"")
+        stored.status(store, of, "in_progress", reason=reason)
+    assert run(["list"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.count("waiting: the disk of the store or its log is full") == 2
+    assert "waiting: no worker serves echo-test@1" in listed
+    assert "start one" not in listed
+    where = layout()
+    where.create()
+    record.write(where.record, record.Record(state="stopped", pid=0, store=store.url))
+    assert run(["fleet", "status", "--json"]) == exits.UNREACHABLE
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["batches"], shown["reasons"]) == (5, {"disk_full": 2, "no_workers": 1, "paused": 1})
+    assert run(["fleet", "status"]) == exits.UNREACHABLE
+    shown = capsys.readouterr().out
+    for part in ("5 unfinished", "2 × waiting: the disk of the store or its log is full", "1 × no workers"):
+        assert part in shown
+
+
+def test_a_full_disk_is_told_although_its_coordinator_cannot(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = stored.batch(store)
+    stored.heartbeat(store, time.time() - 60)
+    assert look(store, of.id).reason == "no_coordinator"
+    monkeypatch.setattr(LocalStore, "is_full", lambda _self: True)
+    assert look(store, of.id).reason == "disk_full"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.live import WorkerFacts
 from common.registry import Hardware, ModelVersion, Registry
 from common.settings import Settings
 from producers.embedded import daemon as daemon_module
@@ -111,3 +112,39 @@ def test_while_the_fleet_ends_no_worker_is_said_to_come_back(daemon: Daemon) -> 
     for model, child in daemon.workers.items():
         state = daemon._worker_state(model, child)
         assert (state.state, state.detail) == ("draining", "the fleet is ending")
+
+
+def test_a_model_is_unloaded_when_its_batches_may_not_run_for_a_while(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("producers.embedded.demand.now_s", lambda: clock[0])
+    daemon.linger_s = 300.0
+    activate(daemon, "cpu@1")
+    tick_until(daemon, {"cpu@1": "starting"})
+    # Its hours have ended.
+    daemon.active.due, daemon.active.waiting = Counter(), Counter(["cpu@1"])
+    clock[0] += 299
+    daemon._tend_workers(20_000.0)
+    assert daemon.making_way == set()
+    busy = WorkerFacts(
+        node="n", model="cpu@1", host="h", pid=1, device="", engine="", state="ready", max_num_seqs=1,
+        chunks_in_flight=1, running=1, started_at=1e12,
+    )  # fmt: skip
+    daemon.facts = [busy]
+    clock[0] += 2
+    daemon._tend_workers(20_001.0)
+    assert daemon.making_way == set(), "what it has is answered first"
+    daemon.facts = []
+    tick_until(daemon, {"cpu@1": "waiting"})
+    assert "cpu@1 is not loaded" in (daemon._worker_state("cpu@1", daemon.workers["cpu@1"]).detail or "")
+    assert daemon.failed == set()
+    clock[0] += 9 * 3600
+    activate(daemon, "cpu@1")
+    tick_until(daemon, {"cpu@1": "starting"})
+    # A fleet that was brought up to stay keeps what it loaded.
+    daemon.linger_s = -1.0
+    daemon.active.due, daemon.active.waiting = Counter(), Counter(["cpu@1"])
+    clock[0] += 9 * 3600
+    daemon._tend_workers(40_000.0)
+    assert daemon.making_way == set()

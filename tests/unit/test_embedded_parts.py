@@ -15,12 +15,14 @@ import pytest
 from common.errors import UsageError
 from common.settings import is_key
 from common.store import LocalStore
+from producers.batch_view import ask
 from producers.embedded import demand, procfs, record
 from producers.embedded.child import Child, telling_line
 from producers.embedded.keys import ensure_keys
 from producers.embedded.layout import Layout
 from producers.embedded.lock import FileLock, holder_pid, is_held
 from producers.embedded.record import Process, Record, WorkerState
+from tests.support import stored
 
 SLEEPER = "import sys, time; print('up', flush=True); time.sleep(600)"
 
@@ -297,3 +299,29 @@ def test_active_batches_count_by_model_and_ignore_what_cannot_be_read(tmp_path: 
     assert active.models(10.0) == {"m@1": 1, "n@2": 1}
     store.delete("active/0/c")
     assert active.models() == {"m@1": 1}
+
+
+def test_a_paused_batch_keeps_no_fleet_unless_something_is_asked_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    paused, due = stored.batch(store), stored.batch(store, expires_at=time.time() + 1000)
+    for of in (paused, due):
+        store.create_exclusive(f"active/0/{of.id}", b"")
+        stored.status(store, of, "in_progress", paused=True)
+    active = demand.ActiveBatches(store, every_s=0)
+    # Who has a deadline needs a coordinator, and no worker.
+    assert active.models(0.0) == {stored.MODEL: 1}
+    assert (active.due, active.waiting) == ({}, {stored.MODEL: 2})
+    store.delete(f"active/0/{due.id}")
+    assert active.models() == {}
+    ask(store, paused.id, "resume")
+    assert active.models() == {stored.MODEL: 1}
+    # Looked at now and then alone.
+    stored.status(store, paused, "in_progress", paused=False)
+    store.delete(f"control/{paused.id}")
+    assert (active.models(1.0), active.due) == ({stored.MODEL: 1}, {stored.MODEL: 1})
+    stored.status(store, paused, "in_progress", paused=True)
+    assert active.models(2.0) == {stored.MODEL: 1}
+    monkeypatch.setattr(demand, "PAUSED_EVERY_S", 0.0)
+    assert active.models(3.0) == {}
