@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from common import engine_arguments
 from common.errors import UsageError
 from common.settings import plain_error, read_yaml
 
@@ -146,6 +147,9 @@ def load(path: Path | None = None, env: Mapping[str, str] = os.environ) -> Regis
         most = file.models[name].max_concurrency
         if most is not None and most < 1:
             raise UsageError(f"{path}: models.{name}.max_concurrency: {most} is too small, at least 1 is needed")
+        wrong = engine_arguments.fault(file.models[name].engine)
+        if wrong is not None:
+            raise UsageError(f"{path}: models.{name}.engine.{wrong[0]}: {wrong[1]}")
     for name, version in file.current.items():
         if f"{name}@{version}" not in file.models:
             raise UsageError(f"{path}: current.{name}: no entry '{name}@{version}' under models")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.engine_arguments import argument
 from common.errors import UsageError
 from common.live import WorkerFacts
 from common.logs import get
@@ -52,8 +53,8 @@ class EngineSize:
             return self._settings.inference.batch_size
         entry = self._entry(model)
         try:
-            return int(entry.engine["max_num_seqs"]) if entry is not None else DEFAULT_MAX_NUM_SEQS
-        except (KeyError, TypeError, ValueError):
+            return int(argument(entry.engine, "max_num_seqs")) if entry is not None else DEFAULT_MAX_NUM_SEQS
+        except (TypeError, ValueError):
             return DEFAULT_MAX_NUM_SEQS
 
     def _max_concurrency(self, model: str) -> int | None:

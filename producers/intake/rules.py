@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Raw
 
+from common.engine_arguments import argument
 from common.errors import UsageError
 from common.registry import Registry
 from common.settings import Settings
@@ -345,8 +346,8 @@ class Rules:
     def _decide(self, model: str) -> None:
         self.model = model
         self._names |= {None, model}
-        engine = {key.replace("-", "_"): value for key, value in self._registry.get(model).engine.items()}
-        context = engine.get("max_model_len", self._context_setting)
+        said = argument(self._registry.get(model).engine, "max_model_len")
+        context = self._context_setting if said is None else said
         if isinstance(context, int) and context > 0:
             self._max_output, self._max_output_is = context, f"the context of {model}"
         if self._max_output_setting is not None and self._max_output_setting < self._max_output:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from common import registry, settings
+from common.engine_arguments import argument
 from common.errors import UsageError
 
 
@@ -215,6 +216,19 @@ def test_the_registry_resolves_names(tmp_path: Path) -> None:
         ("models: {tiny@1: {source: /x, sorce: 1}}", ["unknown key", "sorce"]),
         ("models: {tiny@1: {source: /x}}\ncurrent: {tiny: '3'}", ["current.tiny", "tiny@3"]),
         ("models: {tiny@1: {source: /x}}\ndefault: big", ["unknown model 'big'", "tiny@1"]),
+        *(
+            (f"models: {{tiny@1: {{source: /x, engine: {{{said}}}}}}}", [f"models.tiny@1.engine.{key}: ", words])
+            for said, key, words in (
+                ("max_model_len: abc", "max_model_len", "'abc' is not a number above 0"),
+                ("max_model_len: 0", "max_model_len", "'0' is not"),
+                ("max_model_len: [1]", "max_model_len", "'[1]' is not a number"),
+                ("max-num-seqs: 1.5", "max-num-seqs", "'1.5' is not a whole number of at least 1"),
+                ("max_num_seqs: true", "max_num_seqs", "'True' is not a whole number"),
+                ("gpu_memory_utilization: 90", "gpu_memory_utilization", "'90' is not a number between 0 and 1"),
+                ("enforce_eager: 'yes'", "enforce_eager", "'yes' is neither true nor false"),
+                ("dtype: 16", "dtype", "'16' is not a word"),
+            )
+        ),
     ],
 )
 def test_a_mistake_in_the_registry_is_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -223,6 +237,14 @@ def test_a_mistake_in_the_registry_is_one_line(tmp_path: Path, text: str, words:
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_engine_arguments_that_can_be_meant(tmp_path: Path) -> None:
+    said = "max_model_len: auto, max-num-batched-tokens: 8k, max_num_seqs: 8, seed: 0, dtype: half, anything_else: [1]"
+    text = f"models: {{a@1: {{source: /x, engine: {{{said}}}}}, b@1: {{source: /x, engine: {{max_model_len: -1}}}}}}"
+    models = registry.load(write(tmp_path, text, "models.yaml"))
+    assert argument(models.get("a@1").engine, "max_num_batched_tokens") == "8k"
+    assert argument(models.get("b@1").engine, "max_num_seqs") is None
 
 
 def test_a_bare_name_with_several_versions_needs_a_current_one(tmp_path: Path) -> None:

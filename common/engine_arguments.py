@@ -1,0 +1,62 @@
+"""What an entry of models.yaml may say of the arguments that decide about memory and speed, without the engine.
+
+vLLM's own parser has the last word, when a worker starts. A slip in one of these would otherwise be found by whoever
+starts that worker, long after batches for it were taken in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+#: Whole numbers, and the least that each may be.
+_COUNTS = {
+    "block_size": 1,
+    "max_num_seqs": 1,
+    "num_gpu_blocks_override": 1,
+    "pipeline_parallel_size": 1,
+    "seed": 0,
+    "tensor_parallel_size": 1,
+}
+#: Numbers that vLLM also takes as `8k`, `25.6k` or `1M`.
+_SIZES = frozenset({"kv_cache_memory_bytes", "max_model_len", "max_num_batched_tokens"})
+_SIZE = re.compile(r"[1-9]\d*|\d+(\.\d+)?[kKmMgGtT]", re.ASCII)
+_SWITCHES = frozenset({"enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "trust_remote_code"})
+_WORDS = frozenset({"dtype", "kv_cache_dtype", "load_format", "quantization", "tokenizer"})
+
+
+def argument(engine: Mapping[str, Any], name: str) -> Any:
+    """The value of an argument, however its key is spelt (`max_num_seqs`, `max-num-seqs`); None: it is not there."""
+    return next((value for key, value in engine.items() if key.replace("-", "_") == name), None)
+
+
+def fault(engine: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first key whose value cannot be, and what is wrong with it."""
+    for key, value in engine.items():
+        wrong = None if value is None else _wrong(key.replace("-", "_"), value)
+        if wrong is not None:
+            return key, wrong
+    return None
+
+
+def _wrong(name: str, value: Any) -> str | None:
+    text = f"{str(value)[:80]!a}"
+    if name in _COUNTS:
+        least = _COUNTS[name]
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return None if good else f"{text} is not a whole number of at least {least}"
+    if name in _SIZES:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            return f"{text} is not a number"
+        # The model's own length, as vLLM has it.
+        own = name == "max_model_len" and str(value) in ("-1", "auto")
+        return None if own or _SIZE.fullmatch(str(value)) else f"{text} is not a number above 0 (8192, 8k)"
+    if name == "gpu_memory_utilization":
+        good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+        return None if good else f"{text} is not a number between 0 and 1"
+    if name in _SWITCHES:
+        return None if isinstance(value, bool) else f"{text} is neither true nor false"
+    if name in _WORDS:
+        return None if isinstance(value, str) else f"{text} is not a word"
+    return None
