@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--slow", type=float, help="speed of one worker of each fleet, such as 0.25")
     parser.add_argument("--no-copies", action="store_true", help="no second copies of what a slow worker keeps")
-    parser.add_argument("--window", type=int, default=131_072, help="scheduler.queue_size")
+    parser.add_argument("--window", type=int, help="scheduler.queue_size")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()

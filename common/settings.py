@@ -75,8 +75,9 @@ PRIORITY_WEIGHTS = {"low": 1.0, "normal": 4.0, "high": 16.0, "urgent": 64.0}
 class Scheduler(msgspec.Struct, **Strict):
     """Dispatch, retries and leases."""
 
-    #: Requests dispatched and not yet logged, per model version (the window).
-    queue_size: int = 16384
+    #: Requests dispatched and not yet logged, per model version (the window), at most; None: four for each sequence
+    #: that the live workers run at a time, at least 16,384, at most 262,144.
+    queue_size: int | None = None
     #: Requests a chunk carries, at most; the engine's size raises it, the end of a batch lowers it.
     chunk_requests: int = 256
     #: Bytes of rows a chunk carries, at most (one larger request still goes, alone).

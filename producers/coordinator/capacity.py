@@ -12,6 +12,10 @@ from producers.coordinator.chunk_times import ChunkTimes
 
 #: Seconds of a worker's work that a message is worth; it costs all roles together some 2 ms.
 CHUNK_S = 1.0
+#: Requests of the window for each sequence that live workers run at a time, where no `queue_size` is set; and least and
+#: most of them: what waits in a broker takes its memory.
+PER_SEQUENCE = 4
+QUEUE_SIZES = (16_384, 262_144)
 #: Seconds from the end of a chunk to a new one in the queue, at most, on a slow network with a busy coordinator.
 REFILL_S = 2.0
 
@@ -33,6 +37,8 @@ class Capacity:
     nodes: tuple[str, ...] = ()
     #: Requests out that keep every engine full.
     wanted: int = 0
+    #: Bound of the window, by the settings or by the workers there are.
+    queue_size: int = 0
 
     def chunk_size(self, remaining: int) -> int:
         """Requests of the next chunk when `remaining` are still to be sent (guided self-scheduling)."""
@@ -60,7 +66,9 @@ def capacity(
     least = math.ceil(1.1 * seqs / max(1, k - 1))
     slots = sum(w.chunks_in_flight for w in live) or k
     count = max(1, len(live))
-    most = min(scheduler.queue_size, max_concurrency or scheduler.queue_size)
+    sequences = sum(w.max_num_seqs or seqs for w in live)
+    queue_size = scheduler.queue_size or min(max(PER_SEQUENCE * sequences, QUEUE_SIZES[0]), QUEUE_SIZES[1])
+    most = min(queue_size, max_concurrency or queue_size)
     # Where that is few, smaller chunks: a window of fewer than every worker needs would be a barrier for some.
     target = min(_worthwhile(scheduler, least, k, times), max(1, most // (slots + count)))
     # What runs, and what workers take up while the coordinator hears of an ended chunk and sends the next.
@@ -69,7 +77,8 @@ def capacity(
     window = min(most, (slots + waiting) * target)
     taking = sorted((w for w in live if w.state == "ready"), key=lambda w: w.running + w.waiting)
     floor = min(target, max(1, seqs // (2 * k)))
-    return Capacity(target, window, len(live), slots, floor, tuple(w.node for w in taking), (slots + count) * least)
+    wanted = (slots + count) * least
+    return Capacity(target, window, len(live), slots, floor, tuple(w.node for w in taking), wanted, queue_size)
 
 
 def _worthwhile(scheduler: Scheduler, least: int, k: int, times: ChunkTimes | None) -> int:

@@ -42,10 +42,11 @@ class EngineSize:
             times,
             self._max_concurrency(model),
         )
-        queue_size = self._settings.scheduler.queue_size
-        if room.wanted > queue_size and model not in self._warned:
+        if room.wanted > room.queue_size and model not in self._warned:
             self._warned.add(model)
-            log.warning("window_small", model=model, queue_size=queue_size, wanted=room.wanted, workers=room.workers)
+            log.warning(
+                "window_small", model=model, queue_size=room.queue_size, wanted=room.wanted, workers=room.workers
+            )
         return room
 
     def _max_num_seqs(self, model: str) -> int:

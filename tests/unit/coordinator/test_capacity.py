@@ -76,6 +76,16 @@ def test_a_small_bound_makes_small_chunks_instead_of_idle_workers() -> None:
     assert room(64, queue_size=16384).wanted == room(64).wanted == 256 * 141
 
 
+def test_without_a_bound_of_its_own_the_window_is_bounded_by_what_the_workers_run() -> None:
+    def found(count: int, seqs: int = 256) -> Capacity:
+        return capacity(Scheduler(), workers(count, seqs), MODEL, 64, 3, measured(0.01))
+
+    assert found(0).window == found(1).queue_size == 16_384
+    assert found(64).queue_size == 4 * 64 * 256
+    assert all(found(n, seqs).wanted <= found(n, seqs).queue_size for n in (29, 64, 200) for seqs in (64, 256))
+    assert found(500, 1024).window == 262_144
+
+
 @given(st.integers(0, 100), st.one_of(st.none(), st.floats(0.001, 1e4)), st.integers(1, 10**5), st.integers(1, 10**5))
 def test_the_window_is_bounded_and_holds_a_chunk_for_every_place(
     count: int, chunk_s: float | None, queue_size: int, most: int
