@@ -86,6 +86,8 @@ class Commands:
 
     def clear_late(self) -> None:
         """Put away commands that came too late for their batch."""
+        if self._obeyed is not None:
+            self._obeyed = {path for path in self._obeyed if path.split("/")[1] in self._core.book.batches}
         for batch_id in self._store.list("control"):
             if batch_id in self._core.book.batches or not is_batch_id(batch_id):
                 continue

@@ -44,6 +44,8 @@ _FEW = 8
 _PAUSE_S = 0.02
 #: Seconds for which a batch is left alone whose files made trouble.
 TROUBLED_S = 5.0
+#: Batches that are gone of which something is remembered, at most.
+_SPARE = 1024
 _NEVER: tuple[float, str, str | None] = (float("-inf"), "", None)
 #: Reasons shown beside a status, the gravest first.
 _REASONS = ("disk_full", "store_unreachable", "broker_unreachable", "broker_memory", "state_unreachable")
@@ -131,6 +133,7 @@ class Control:
             self._note_schedules(time.time())
         self._close_complete(everything or self._cuts.draining)
         self.say_all()
+        self._forget()
         self._gauge()
 
     @contextlib.contextmanager
@@ -159,6 +162,16 @@ class Control:
             return True
         del self._troubled[batch_id]
         return False
+
+    def _forget(self) -> None:
+        """Drop what is known of batches that are gone; now and then, for there may be very many."""
+        with self._core.lock:
+            open_ = self._core.book.batches.keys()
+            if len(self._said) > 2 * len(open_) + _SPARE:
+                self._said = {b: said for b, said in self._said.items() if b in open_}
+        if len(self._troubled) > _SPARE:
+            now = time.monotonic()
+            self._troubled = {b: until for b, until in self._troubled.items() if until > now}
 
     def _gauge(self) -> None:
         book = self._core.book

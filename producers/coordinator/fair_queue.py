@@ -19,6 +19,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
+_SPARE = 256
+
 
 @dataclass(slots=True)
 class _Flow:
@@ -104,6 +106,8 @@ class FairQueue:
         self._tenants = _Level()
         self._batches: dict[str, _Level] = {}
         self._tenant_of: dict[str, str] = {}
+        #: Tenants without a batch that are kept, at most, before they are looked through.
+        self._spare = _SPARE
 
     @property
     def active(self) -> list[str]:
@@ -131,10 +135,15 @@ class FairQueue:
         tenant = self._tenant_of.pop(batch, None)
         if tenant is None:
             return
-        level = self._batches[tenant]
-        level.forget(batch)
-        flow = self._tenants.flow(tenant)
-        if not level.flows and flow.tag <= self._tenants.virtual:
+        self._batches[tenant].forget(batch)
+        self._let_go(tenant)
+        if len(self._batches) > self._spare:
+            for name in list(self._batches):
+                self._let_go(name)
+            self._spare = 2 * len(self._batches) + _SPARE
+
+    def _let_go(self, tenant: str) -> None:
+        if not self._batches[tenant].flows and self._tenants.flow(tenant).tag <= self._tenants.virtual:
             # Neither ahead nor behind, so that it may as well come new.
             del self._batches[tenant]
             self._tenants.forget(tenant)

@@ -107,14 +107,15 @@ class Finalizer:
             raise Stopped
         began = time.monotonic()
         ended: list[_Ended] = []
+        pending = {progress.id: progress for progress in group}
         try:
             self._leadership.check()
-            self._write(group, ended)
+            self._write(pending, ended)
             self._files.say_all([one.status for one in ended], self._leadership.check)
         except (OSError, DiskFull, Unreachable) as exc:
             # Nobody can tell whose fault it is, so each is tried by itself.
-            for one in ended:
-                self._try_later(one.progress, exc)
+            for progress in pending.values():
+                self._try_later(progress, exc)
             return
         self._conclude(ended)
         seconds = round(time.monotonic() - began, 3)
@@ -128,21 +129,23 @@ class Finalizer:
                 together=len(ended),
             )
 
-    def _write(self, group: list[Progress], ended: list[_Ended]) -> None:
-        """Write the output files and summaries; a batch with a trouble of its own is left out of `ended`."""
+    def _write(self, pending: dict[str, Progress], ended: list[_Ended]) -> None:
+        """Write the output files and summaries; a batch with a trouble of its own is taken out of `pending`."""
         reader = Reader(self._core.ledger, owner=True)
-        records = ResultRecords(reader, KEPT_BYTES if len(group) > 1 else 0)
+        records = ResultRecords(reader, KEPT_BYTES if len(pending) > 1 else 0)
         try:
             with self._store.group(self._leadership.check) as files:
-                for progress in group:
+                for progress in list(pending.values()):
                     try:
                         done = self._write_one(progress, files, records)
                     except (OSError, DiskFull, Unreachable) as exc:
                         files.discard(folder(progress.id))
+                        del pending[progress.id]
                         self._try_later(progress, exc)
                         continue
                     if done is None:
                         files.discard(folder(progress.id))
+                        del pending[progress.id]
                         with self._lock:
                             self._known.discard(progress.id)
                     else:

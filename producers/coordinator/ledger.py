@@ -119,6 +119,7 @@ class Ledger:
             if counted is not None and not counted.counts(segment):
                 log.warning("segment_too_late", segment=str(segment), sealed_by=counted.epoch)
                 (self.folder / str(segment)).unlink(missing_ok=True)
+                segments.seal_path(self.folder / str(segment)).unlink(missing_ok=True)
                 continue
             yield from self._recover_segment(segment)
 

@@ -15,6 +15,8 @@ from producers.coordinator.records import Lost
 GRACE_S = 1.0
 #: Seconds to wait for a result message that a later one overtook.
 OVERTAKEN_S = 10.0
+#: Queues of workers that are gone of which something is remembered, about.
+_SPARE = 256
 
 
 def see_leases(book: Book, nodes: Mapping[str, str | None], now: float) -> None:
@@ -53,6 +55,12 @@ def see_queues(book: Book, waiting: Mapping[str, int | None], now: float) -> Non
 
 def see_workers(book: Book, nodes: Collection[str], now: float) -> None:
     """Fold in which workers take chunks, for those that went to one worker alone and that nobody holds yet."""
+    for lane in book.lanes.values():
+        # Who has not announced itself is given nothing anyway.
+        lane.silent.intersection_update(nodes)
+        if len(lane.leased_order) > _SPARE + len(book.out):
+            known = {chunk.queue for chunk in book.out.values()}
+            lane.leased_order = {queue: order for queue, order in lane.leased_order.items() if queue in known}
     for chunk in book.out.values():
         if not chunk.target or not chunk.published:
             continue

@@ -54,6 +54,7 @@ class Submission(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             timeout_s=self.timeout_s,
             idempotency_key=self.idempotency_key or f"celery task {task_id}",
             key_names_file=self.idempotency_key is not None,
+            report_file=False,
             priority=self.priority,
             tenant=self.tenant,
             completion_window=self.completion_window,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,10 @@ from pathlib import Path
 from producers.embedded import procfs
 from producers.embedded.record import Process
 
-#: A log larger than this is set aside (`.1`) at the next start.
+#: A log larger than this is set aside (`.1`), and begun anew.
 LOG_BYTES = 16 << 20
+#: Seconds between looks at how large it is.
+LOG_EVERY_S = 60.0
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 30.0
 #: After this long alive, an exit is the first one again.
@@ -44,6 +47,7 @@ class Child:
         #: Not before this (monotonic) is it started again.
         self.next_start = 0.0
         self._log_from = 0
+        self._log_looked_at = 0.0
 
     @property
     def alive(self) -> bool:
@@ -74,6 +78,10 @@ class Child:
         if self._process is not None:
             status = self._process.poll()
             if status is None:
+                if now - self._log_looked_at >= LOG_EVERY_S:
+                    self._log_looked_at = now
+                    if cut_log(self.log):
+                        self._log_from = 0
                 return False
             self._ended(now, status)
             return True
@@ -85,9 +93,7 @@ class Child:
     def _start(self, now: float) -> None:
         if self.exit_status is not None:
             self.restarts += 1
-        with contextlib.suppress(OSError):
-            if self.log.stat().st_size > LOG_BYTES:
-                self.log.replace(self.log.with_name(self.log.name + ".1"))
+        cut_log(self.log)
         parent = os.getpid()
         with open(self.log, "ab", opener=lambda p, f: os.open(p, f, 0o600)) as log:
             self._log_from = log.tell()
@@ -126,6 +132,25 @@ class Child:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def cut_log(log: Path) -> bool:
+    """Set a log aside that has become large; True when that was done.
+
+    Its writer goes on in the same file, which it only ever appends to; what it writes in between is in neither.
+    """
+    try:
+        if log.stat().st_size <= LOG_BYTES:
+            return False
+        aside = log.with_name(log.name + ".1")
+        aside.unlink(missing_ok=True)
+        with open(aside, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as target:
+            with open(log, "rb") as source:
+                shutil.copyfileobj(source, target)
+        os.truncate(log, 0)
+    except OSError:
+        return False  # The disk may be full; there is another look soon.
+    return True
 
 
 def telling_line(log: Path, start: int) -> str | None:

@@ -27,6 +27,7 @@ from common.registry import Registry
 from common.settings import Settings
 from common.store import open_store
 from producers.embedded import demand, procfs, record, redis_server
+from producers.embedded.child import cut_log
 from producers.embedded.keys import NAMES, ensure_keys
 from producers.embedded.layout import Layout, layout
 from producers.embedded.linger import LINGER_ENV
@@ -238,6 +239,7 @@ class _Start:
             file.write(self.settings_text)
         temporary.replace(where.settings)
         log = where.logs / "fleet.log"
+        cut_log(log)
         with open(log, "ab", opener=lambda p, f: os.open(p, f, 0o600)) as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "producers.embedded.daemon", str(where.folder)],

@@ -40,6 +40,8 @@ class Options:
     not_before: str | None = None
     #: `22:00-06:00 Europe/Berlin`.
     run_between: str | None = None
+    #: False: nobody could read a report file on this machine, so none is written.
+    report_file: bool = True
     #: The batch that this one retries.
     retry_of: str | None = None
 

@@ -41,7 +41,7 @@ class Windows(Protocol):
 class Reading:
     """Use it as a context manager: temporary files are let go at its end.
 
-    `folder`: where they go; None: the system's place.
+    `folder`: where they go; None: the system's place. `report_file`: whether one may be written for a person.
     """
 
     def __init__(
@@ -52,11 +52,13 @@ class Reading:
         skip_invalid: bool = False,
         progress: Progress | None = None,
         folder: str | None = None,
+        report_file: bool = True,
     ) -> None:
         self._source = source
         self._rules = rules
         self._skip_invalid = skip_invalid
         self._progress = progress
+        self._report_file = report_file
         self._duplicates = Duplicates(folder)
         self._refusals = Refusals(folder)
         #: Refused in the window at hand, not in order yet.
@@ -185,7 +187,7 @@ class Reading:
             report.error_count += 1
             if report.error_count <= SHOWN:
                 report.errors.append(error)
-            if invalid is None:
+            if invalid is None and self._report_file:
                 file.add(error)
 
         found = self._refusals.count

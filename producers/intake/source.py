@@ -9,7 +9,7 @@ import io
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -74,10 +74,11 @@ class Source:
     def verify(self) -> None:
         """`InvalidInput` when the file changed while it was read; not every kind of source can tell."""
 
-    def skim(self) -> Input:
-        """Read it for its digest alone, instead of `blocks()`."""
+    def skim(self, progress: Callable[[int, int], None] | None = None) -> Input:
+        """Read it for its digest alone, instead of `blocks()`; `progress` is told of bytes, and of no lines."""
         while self._read():
-            pass
+            if progress is not None:
+                progress(self.bytes_read, 0)
         return self.facts()
 
     def blocks(self) -> Iterator[bytes]:

@@ -84,7 +84,7 @@ def _submit(
     recover(store)
     key = options.idempotency_key
     if key is not None and (earlier := find_by_key(store, key)) is not None:
-        return _same(earlier, source.skim(), source.name) if options.key_names_file else earlier
+        return _same(earlier, source.skim(progress), source.name) if options.key_names_file else earlier
     with Spool(store) as spool:
         batch = make(source, spool, settings, registry, options, progress)
         published = spool.publish(batch)
@@ -115,7 +115,14 @@ def make(
     rules = Rules(settings, registry, options.model, options.max_tokens_default)
     # Beside the batch, not in a /tmp that may be memory.
     folder = str(spool.store.local_path(INCOMING)) if isinstance(spool.store, LocalStore) else None
-    with Reading(source, rules, skip_invalid=options.skip_invalid, progress=progress, folder=folder) as reading:
+    with Reading(
+        source,
+        rules,
+        skip_invalid=options.skip_invalid,
+        progress=progress,
+        folder=folder,
+        report_file=options.report_file,
+    ) as reading:
         with _plan_writer(spool) as writer:
             reading.run(writer)
             if reading.fatal is not None or not options.skip_invalid:

@@ -23,6 +23,7 @@ from producers.embedded.layout import Layout
 from producers.embedded.lock import FileLock, holder_pid, is_held
 from producers.embedded.record import Process, Record, WorkerState
 from tests.support import stored
+from tests.support.ports import wait_until
 
 SLEEPER = "import sys, time; print('up', flush=True); time.sleep(600)"
 
@@ -194,6 +195,22 @@ def test_a_large_log_is_set_aside(tmp_path: Path) -> None:
     child.tend(0.0)
     assert (tmp_path / "x.log").read_text() == "new\n"
     assert (tmp_path / "x.log.1").stat().st_size == 17 << 20
+
+
+def test_a_log_that_becomes_large_meanwhile_is_set_aside_too(tmp_path: Path) -> None:
+    wait = "while not os.path.exists('go'): time.sleep(0.01)"
+    child = make_child(tmp_path, f"import os, time\nprint('x' * (17 << 20), flush=True)\n{wait}\nprint('later')")
+    log = tmp_path / "x.log"
+    assert child.tend(0.0)
+    wait_until(lambda: log.exists() and log.stat().st_size > 17 << 20, 30, "it is large")
+    assert not child.tend(100.0)
+    assert (log.stat().st_size, (tmp_path / "x.log.1").stat().st_size) == (0, (17 << 20) + 1)
+    (tmp_path / "go").touch()
+    wait_exit(child)
+    assert child.tend(101.0)
+    # It went on in the same file, from its beginning.
+    assert log.read_text() == "later\n"
+    assert child.last_line == "later"
 
 
 @pytest.mark.parametrize(
