@@ -244,6 +244,18 @@ def list_batches(
 
 
 @app.command()
+def prune(
+    older_than: Annotated[str, typer.Option("--older-than", metavar="TIME", help="How long ago they ended: 30d, 12h.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only name them.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Remove batches that ended long ago from the store, with their outputs."""
+    from producers.cli.prune import prune
+
+    return prune(older_than=older_than, dry_run=dry_run, as_json=as_json)
+
+
+@app.command()
 def cancel(batch_id: IdArgument, as_json: JsonOption = False) -> int:
     """Cancel a batch: what is answered is kept, the rest becomes error results."""
     from producers.cli.orders import cancel

@@ -162,6 +162,16 @@ def find_by_key(store: Store, key: str) -> Batch | None:
     return None
 
 
+def release_key(store: Store, key: str, batch_id: str) -> None:
+    """Free the key of a batch that is removed, unless it is another's by now."""
+    try:
+        mine = msgspec.json.decode(store.read(key_path(key)), type=Batch).id == batch_id
+    except (FileNotFoundError, msgspec.DecodeError, ValueError):
+        return
+    if mine:
+        store.delete(key_path(key))
+
+
 def finish(store: Store, batch: Batch) -> bool:
     """Steps 4 and 5, whoever has begun them and however far; False when the batch's files are not there at all."""
     final = folder(batch.id)

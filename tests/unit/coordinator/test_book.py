@@ -295,9 +295,9 @@ def test_a_lease_that_lapsed_convicts_after_the_grace() -> None:
     bench.now += 5
     losses.see_leases(bench.book, {chunk: None}, bench.now)
     assert judged(bench) == []
-    bench.now += 1.9
+    bench.now += 0.9 * losses.GRACE_S
     assert judged(bench) == []
-    bench.now += 0.2
+    bench.now += 0.2 * losses.GRACE_S
     assert judged(bench, seen_at=bench.now - 3) == []  # Results wait in the queue: it may be done.
     assert judged(bench, hold_until=bench.now + 1) == []
     assert judged(bench) == [Lost(chunk, True, "n")]
@@ -360,7 +360,7 @@ def test_a_chunk_for_a_worker_that_is_gone_is_lost_without_blame() -> None:
     for live in ({"n"}, set(), {"n"}, set()):
         bench.now += 10
         losses.see_workers(bench.book, live, bench.now)
-    bench.now += 17
+    bench.now += 15 + losses.GRACE_S
     assert judged(bench) == []  # It may be starting anew: its lease and the grace have to pass.
     bench.now += 1
     assert judged(bench) == [Lost(chunk, False)]
