@@ -149,6 +149,14 @@ def test_a_stream_of_garbage_is_not_read_for_ever(
         assert submit_bytes(some, store, Settings(), REGISTRY, Options(skip_invalid=True)).invalid == 5
 
 
+def test_a_report_file_is_for_whoever_can_read_it(store: LocalStore, tmp_path: Path) -> None:
+    for wanted in (True, False):
+        with pytest.raises(Rejected) as caught:
+            submit_bytes(b"y\n" * 200, store, Settings(), REGISTRY, Options(report_file=wanted))
+        assert caught.value.report.error_count == 200
+        assert (caught.value.report.report_file is not None) == wanted == ("all of them" in str(caught.value))
+
+
 def test_what_is_no_file_is_one_line(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no such file"):
         submit(str(tmp_path / "none"), store, Settings(), REGISTRY, Options())
