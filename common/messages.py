@@ -72,6 +72,9 @@ class Chunk(msgspec.Struct, frozen=True):
     #: Its requests are suspected of ending engines: so many of them at a time may be in the engine, with nothing else
     #: there. 0: they are no suspects.
     isolated: int = 0
+    #: Its requests have waited before, and go into the engine before those that are here: they were lost with another
+    #: worker, failed there, or are what is left of a batch.
+    ahead: bool = False
 
 
 class Kind(IntEnum):

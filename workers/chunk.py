@@ -48,11 +48,9 @@ class ChunkWork:
         thread: EngineThread,
         lane: Lane,
         number: int = -1,
-        *,
-        ahead: bool = False,
     ) -> None:
-        """`number`: the chunk's in the breadcrumb. `ahead`: it was sent to this worker alone, and has waited before."""
-        self.ahead = ahead and not chunk.isolated
+        """`number`: the chunk's in the breadcrumb."""
+        self.ahead = chunk.ahead and not chunk.isolated
         self.timeout_s = chunk.timeout_s
         self.isolated = chunk.isolated
         self._number = number

@@ -26,12 +26,12 @@ log = logs.get(__name__)
 
 
 def grown(allowed: int, held: int, outstanding: int, enough: int, own: int = 0) -> int:
-    """Places for chunks after a look, when every one is taken: one more when the engine runs low, and one for each of
+    """Places for chunks after a look, when every one is taken: one more when the engine runs low, else one for each of
     the `own` chunks that wait for this worker alone.
     """
-    if held < allowed or not (own or outstanding < enough):
+    if held < allowed:
         return allowed
-    return min(MOST, max(allowed, held + own) if own else allowed + 1)
+    return min(MOST, allowed + 1 if outstanding < enough else max(allowed, held + own))
 
 
 def shrunk(allowed: int, base: int, outstanding: int, enough: int) -> int:
@@ -89,7 +89,11 @@ class Credit(bootsteps.StartStopStep):  # type: ignore[misc]
             self._ended += 1
             allowed = shrunk(allowed, self._base, outstanding, enough)
         held = c.pool.held
-        own = _waiting(c.task_consumer.channel, self._node.queues[1]) if self._redis(c) and held >= allowed else 0
+        own = 0
+        if self._redis(c) and allowed <= held < 2 * self._base:
+            # As many beyond the ordinary ones as RabbitMQ gives the consumer of that queue.
+            waiting = _waiting(c.task_consumer.channel, self._node.queues[1])
+            own = min(waiting, 2 * self._base - held)
         self._set(c, grown(allowed, held, outstanding, enough, own))
 
     def _set(self, c: Any, allowed: int) -> None:

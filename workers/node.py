@@ -199,7 +199,7 @@ class Node:
         not_ours = self.leases.take(chunk.id)
         if not_ours is not None:
             return Ending.DONE, not_ours
-        ending = self._run(chunk, rows, ahead=queue != self.queues[0])
+        ending = self._run(chunk, rows)
         if ending[0] is Ending.REQUEUE:
             self.leases.give_back(chunk.id)
         return ending
@@ -247,10 +247,10 @@ class Node:
             rows.append(decoded)
         return chunk, rows
 
-    def _run(self, chunk: Chunk, rows: list[list[Row]], *, ahead: bool = False) -> tuple[Ending, str]:
+    def _run(self, chunk: Chunk, rows: list[list[Row]]) -> tuple[Ending, str]:
         assert self._lane is not None
         number = self._crumb.hold(chunk) if self._crumb is not None else -1
-        work = ChunkWork(chunk, rows, self.thread, self._lane, number, ahead=ahead)
+        work = ChunkWork(chunk, rows, self.thread, self._lane, number)
         run = ChunkRun(
             chunk,
             work,

@@ -188,11 +188,11 @@ class Dispatcher:
         sent = [sent_slice(p.batch, p.positions, p.attempt, p.charges, p.lapses, p.tried) for p in kept]
         record = Dispatch(chunk_id, model, sent_at, sent, drafted.node, drafted.copy_of)
         encoded = encode_record(record)
-        batch, not_after = None, 0.0
+        batch, not_after, ahead = None, 0.0, False
 
         def log_it() -> None:
             with core.lock:
-                nonlocal batch, not_after
+                nonlocal batch, not_after, ahead
                 mine = [core.book.batches.get(p.batch) for p in kept]
                 if any(progress is None or not progress.dispatchable(time.time()) for progress in mine):
                     return  # Cancelled or paused since: the next draft leaves it out.
@@ -201,7 +201,7 @@ class Dispatcher:
                 lane = core.book.lane(model)
                 core.ledger.append(Type.DISPATCH, encoded, {p.batch for p in kept})
                 again = [(p.retry, p.positions) for p in kept if p.retry is not None]
-                core.book.sent(record, time.monotonic(), again, published=False)
+                ahead = core.book.sent(record, time.monotonic(), again, published=False).ahead
                 if drafted.copy_of:
                     metrics.CHUNKS_COPIED.labels(model=model).inc()
                 else:
@@ -226,6 +226,7 @@ class Dispatcher:
             batch.batch.cache,
             slices,
             isolated=drafted.isolated,
+            ahead=ahead,
         )
         batches = kept[0].batch if len(kept) == 1 else f"{kept[0].batch}+{len({p.batch for p in kept}) - 1}"
         requests = sum(len(p.positions) for p in kept)

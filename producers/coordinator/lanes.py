@@ -79,6 +79,12 @@ class Outstanding:
         return node_queue(self.model, self.target) if self.target else infer_queue(self.model)
 
     @property
+    def ahead(self) -> bool:
+        """True when it went to one worker alone, to be run there before what that has: its rows have waited before."""
+        again = any(share.attempt > 1 or share.charges or share.lapses for share in self.shares)
+        return bool(self.target) and (again or bool(self.copy_of))
+
+    @property
     def isolated(self) -> bool:
         """True when its rows are suspects, which travel with nobody else."""
         return any(share.charges >= 2 for share in self.shares)

@@ -235,7 +235,7 @@ def _ahead(book: Book, lane: Lane, lost: list[Retry], room: Capacity) -> Draft |
     """
     if not lost:
         return None
-    sent = Counter(c.target for c in book.out.values() if c.model == lane.model)
+    sent = Counter(c.target for c in book.out.values() if c.model == lane.model and c.ahead)
     node = min(room.nodes, key=lambda node: sent[node])
     if sent[node] >= AHEAD:
         return None

@@ -106,7 +106,8 @@ def test_what_is_for_this_worker_alone_goes_before_all_it_has(
     large = [dispatch.send(make_chunk([chat("x")] * 1200, ECHO_MODEL)) for _ in range(6)]
     broker.wait_depth(QUEUE, ready=3, unacked=3)
     lost = [
-        dispatch.send(make_chunk([chat("y")] * 8, ECHO_MODEL), node=node_name(ECHO_MODEL, "survivor")) for _ in range(2)
+        dispatch.send(make_chunk([chat("y")] * 8, ECHO_MODEL, ahead=True), node=node_name(ECHO_MODEL, "survivor"))
+        for _ in range(2)
     ]
     for chunk in lost:
         assert set(dispatch.wait(chunk, 20).kinds().values()) == {Kind.OUTPUT}

@@ -163,10 +163,10 @@ class Stuck(echo.EchoEngine):
 
 
 def in_thread(
-    chunk: Chunk, engine: tuple[EngineThread, Lane], number: int = -1, *, ahead: bool = False
+    chunk: Chunk, engine: tuple[EngineThread, Lane], number: int = -1
 ) -> tuple[ChunkWork, Sent, Callable[[], Abort | None]]:
     sent, ended = Sent(), []
-    work = ChunkWork(chunk, rows_of(chunk), *engine, number, ahead=ahead)
+    work = ChunkWork(chunk, rows_of(chunk), *engine, number)
     thread = threading.Thread(target=lambda: ended.append(ChunkRun(chunk, work, "node", sent).run()))
     thread.start()
 
@@ -321,8 +321,8 @@ def test_what_is_for_this_worker_alone_goes_before_the_others_in_the_order_it_ca
     thread, lane = start_engine(engine)
     joins, here = [], 0
     for text, ahead in (("shared", False), ("first", True), ("second", True), ("later", False)):
-        chunk = make_chunk([chat(text)] * (lane.limit + 3), MODEL)
-        joins.append(in_thread(chunk, (thread, lane), ahead=ahead)[2])
+        chunk = make_chunk([chat(text)] * (lane.limit + 3), MODEL, ahead=ahead)
+        joins.append(in_thread(chunk, (thread, lane))[2])
         here += lane.limit + 3
         wait_until(lambda here=here: lane.outstanding == here, 5, "they are here")  # type: ignore[misc]
     thread.call(engine.go.set)

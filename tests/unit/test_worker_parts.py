@@ -244,8 +244,8 @@ def test_credit() -> None:
     assert grown(3, held=2, outstanding=10, enough=40) == 3  # a place is free: there is nothing to take
     assert grown(3, held=3, outstanding=40, enough=40) == 3
     assert grown(MOST, held=MOST, outstanding=0, enough=40) == MOST
+    # What is for this worker alone has a place at once.
     assert grown(3, held=3, outstanding=40, enough=40, own=2) == 5
-    assert grown(3, held=3, outstanding=0, enough=40, own=MOST) == MOST
     assert grown(3, held=2, outstanding=40, enough=40, own=1) == 3
     assert shrunk(5, base=3, outstanding=40, enough=40) == 4
     assert shrunk(5, base=3, outstanding=39, enough=40) == 5
