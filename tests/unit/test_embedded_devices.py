@@ -127,9 +127,11 @@ def test_a_model_is_unloaded_when_its_batches_may_not_run_for_a_while(
     clock[0] += 299
     daemon._tend_workers(20_000.0)
     assert daemon.making_way == set()
+    supervisor = daemon.workers["cpu@1"].pid
+    assert supervisor is not None
     busy = WorkerFacts(
-        node="n", model="cpu@1", host="h", pid=1, device="", engine="", state="ready", max_num_seqs=1,
-        chunks_in_flight=1, running=1, started_at=1e12,
+        node="n", model="cpu@1", host="h", pid=os.getpid(), device="", engine="", state="ready", max_num_seqs=1,
+        chunks_in_flight=1, running=1, supervisor=supervisor,
     )  # fmt: skip
     daemon.facts = [busy]
     clock[0] += 2
