@@ -48,7 +48,7 @@ def die_with_parent(argv: list[str]) -> list[str]:
     return [setpriv, "--pdeathsig", "KILL", "--", *argv] if setpriv else argv
 
 
-def end(process: subprocess.Popen[bytes], sig: int = signal.SIGKILL, timeout: float = 20) -> None:
+def end(process: subprocess.Popen[bytes], sig: int = signal.SIGKILL, timeout: float = 120) -> None:
     """End a process of ours and all below it."""
     below: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -165,7 +165,7 @@ class RabbitServer:
                 env=env,
                 start_new_session=True,
             )
-        wait_until(self._serves, 120, f"RabbitMQ serves (log: {self.folder}/rabbitmq.log)", 0.2)
+        wait_until(self._serves, 240, f"RabbitMQ serves (log: {self.folder}/rabbitmq.log)", 0.2)
         self._started_at = time.monotonic()
 
     def environment(self) -> dict[str, str]:
