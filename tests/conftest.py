@@ -36,11 +36,6 @@ ARTIFACTS = Path(__file__).parent / "artifacts"
 ECHO_MODEL = "echo-test@1"
 
 
-# A machine that is busy with other things makes no example wrong.
-hypothesis.settings.register_profile("batchmill", deadline=None)
-hypothesis.settings.load_profile("batchmill")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """A person's own settings must not reach the tests, nor a busy machine's pace those that Hypothesis makes."""
     hypothesis.settings.register_profile(
