@@ -144,7 +144,7 @@ bench-fairness: $(STAMPS)/dev ## small batches behind a large one, and the use o
 	@$(BIN)/python -m benchmarks.fairness $(ARGS)
 bench-occupancy: test-needs model $(STAMPS)/dev ## how full the engine is over a batch of mixed answers, beside chunk after chunk
 	@$(BIN)/python -m benchmarks.occupancy $(ARGS)
-bench-worker-shares: test-needs model $(STAMPS)/dev ## what a worker with vLLM spends its CPU time on
+bench-worker-shares: test-needs model $(STAMPS)/dev ## what a fleet with vLLM spends its CPU time on
 	@$(BIN)/python -m benchmarks.worker_shares $(ARGS)
 bench-vs-peers: test-needs model bench-peers-ray ## the warm fleet against vllm run-batch, LLM.chat, Ray Data LLM, naive Celery
 	@$(BIN)/python -m benchmarks.vs_peers --ray-python $(VENV)-ray/bin/python $(ARGS)
