@@ -31,7 +31,10 @@ def grown(allowed: int, held: int, outstanding: int, enough: int, own: int = 0) 
     """
     if held < allowed:
         return allowed
-    return min(MOST, allowed + 1 if outstanding < enough else max(allowed, held + own))
+    if outstanding < enough:
+        return min(MOST, allowed + 1)
+    # What it holds beyond its places (by a queue that has its own) is no reason for more of them.
+    return min(MOST, max(allowed, held + own)) if own else allowed
 
 
 def shrunk(allowed: int, base: int, outstanding: int, enough: int) -> int:

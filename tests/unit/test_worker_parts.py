@@ -247,6 +247,7 @@ def test_credit() -> None:
     # What is for this worker alone has a place at once.
     assert grown(3, held=3, outstanding=40, enough=40, own=2) == 5
     assert grown(3, held=2, outstanding=40, enough=40, own=1) == 3
+    assert grown(3, held=5, outstanding=40, enough=40) == 3
     assert shrunk(5, base=3, outstanding=40, enough=40) == 4
     assert shrunk(5, base=3, outstanding=39, enough=40) == 5
     assert shrunk(3, base=3, outstanding=99, enough=40) == 3
