@@ -132,8 +132,8 @@ chaos: test-needs $(STAMPS)/dev ## ten minutes of random faults; CHAOS_S=… for
 test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m 'engine and not slow' $(ARGS)
 
-.PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-vs-peers bench-peers-ray bench-occupancy \
-  bench-worker-shares bench-cache-trouble
+.PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-sticky bench-vs-peers bench-peers-ray \
+  bench-occupancy bench-worker-shares bench-cache-trouble
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
 bench-small-batches: test-needs $(STAMPS)/dev ## ten thousand batches of five requests against one of fifty thousand
@@ -142,6 +142,8 @@ bench-recovery: test-needs $(STAMPS)/dev ## what it costs when one of two worker
 	@$(BIN)/python -m benchmarks.recovery $(ARGS)
 bench-fairness: $(STAMPS)/dev ## small batches behind a large one, and the use of 1, 8 and 64 workers, simulated
 	@$(BIN)/python -m benchmarks.fairness $(ARGS)
+bench-sticky: $(STAMPS)/dev ## what it saves to keep a prefix with one worker, on 2, 8 and 64 workers, simulated
+	@$(BIN)/python -m benchmarks.sticky $(ARGS)
 bench-occupancy: test-needs model $(STAMPS)/dev ## how full the engine is over a batch of mixed answers, beside chunk after chunk
 	@$(BIN)/python -m benchmarks.occupancy $(ARGS)
 bench-worker-shares: test-needs model $(STAMPS)/dev ## what a fleet with vLLM spends its CPU time on

@@ -1,7 +1,8 @@
 """A fleet in simulated time: the coordinator's real book, packing and fair queue, and workers that are arithmetic.
 
 A worker's engine runs up to `SEQS` requests at a time, first come first served, each step giving every one of them a
-token; a step takes longer the more of them there are. Beside the engine a worker behaves as `workers/` does: K chunks
+token; a step takes longer the more of them there are, and reading a prompt takes time of its own, without the prefix
+that the worker's KV cache has. Beside the engine a worker behaves as `workers/` does: K chunks
 at a time, more while fewer requests are here than keep the engine full, results sent by 256 or every 2 s.
 """
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +21,12 @@ from common.live import WorkerFacts
 from common.messages import VERSION, Kind, Part, Results, Usage
 from common.settings import Scheduler
 from producers.batch import Batch
-from producers.coordinator import losses, packing, stragglers
+from producers.coordinator import losses, packing, sticky, stragglers
 from producers.coordinator.book import Book
 from producers.coordinator.capacity import capacity
 from producers.coordinator.lanes import Outstanding
 from producers.coordinator.packing import Wait
-from producers.coordinator.records import Dispatch, sent_slice
+from producers.coordinator.records import Dispatch, Lost, sent_slice
 from producers.coordinator.weights import Weights
 
 MODEL = "simulated@1"
@@ -34,6 +36,8 @@ SEQS = 256
 CHUNKS, MOST_CHUNKS = 3, 32
 #: Seconds of an engine's step: with nothing in it, and more for each request. 256 requests: 26 ms, 9,850 tokens/s.
 STEP_S, STEP_MORE_S = 0.008, 0.00007
+#: Seconds in which an engine reads a token of a prompt: 50,000 tokens/s.
+READ_S = 0.00002
 #: Seconds from one process to another, and of the coordinator's one dispatching thread for each chunk.
 NETWORK_S, DISPATCH_S = 0.02, 0.002
 #: A worker sends results when it has this many, or this many seconds after it last did.
@@ -45,6 +49,22 @@ LOOK_S = 1.0
 def step_s(running: int) -> float:
     """Seconds in which every one of `running` requests gets a token."""
     return STEP_S + STEP_MORE_S * running
+
+
+class Prompts(NamedTuple):
+    """The prompts of a batch in planned order: a prefix, which others have too, and something of their own."""
+
+    #: Which prefix each request has, ascending.
+    prefixes: npt.NDArray[np.int64]
+    prefix_tokens: int
+    own_tokens: int
+    #: How many prefixes a worker's KV cache holds.
+    kept: int
+
+    def shared(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Bytes that each row has in common with the one before it, as the plan says."""
+        before = np.append(-1, self.prefixes)[start:end]
+        return np.where(self.prefixes[start:end] == before, 4 * self.prefix_tokens, 0)
 
 
 class _Run:
@@ -67,11 +87,17 @@ class Worker:
         self._fleet = fleet
         self._slowness = 1 / speed
         self.runs: dict[str, _Run] = {}
+        #: Chunks in its own queue.
+        self.own: deque[Outstanding] = deque()
         self._waiting: deque[tuple[_Run, str, int, int]] = deque()
         #: (tokens at which it ends, number, run, batch, position), by what is in the engine.
         self._inside: list[tuple[float, int, _Run, str, int]] = []
         self._numbers = itertools.count()
         self._tokens = 0.0
+        #: Seconds of reading that come before the next step.
+        self._reading = 0.0
+        #: Prefixes that its KV cache has, the least recently used first.
+        self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._at = 0.0
         self._turn = 0
 
@@ -108,8 +134,11 @@ class Worker:
 
     def _advance(self) -> None:
         now = self._fleet.now
+        passed = now - self._at
+        read = min(passed, self._reading)
+        self._reading -= read
         if self._inside:
-            self._tokens += (now - self._at) / (step_s(len(self._inside)) * self._slowness)
+            self._tokens += (passed - read) / (step_s(len(self._inside)) * self._slowness)
         self._at = now
 
     def _fill(self) -> None:
@@ -118,11 +147,25 @@ class Worker:
             if not run.dropped:
                 heapq.heappush(self._inside, (self._tokens + tokens, next(self._numbers), run, batch, pos))
                 self._fleet.started_at[batch] = self._at
+                if batch in self._fleet.prompts:
+                    self._reading += self._read(self._fleet.prompts[batch], pos) * READ_S * self._slowness
         self._turn += 1
         if self._inside:
             turn = self._turn
             ahead = max(0.0, self._inside[0][0] - self._tokens) * step_s(len(self._inside)) * self._slowness
-            self._fleet.after(ahead, lambda: self._ended(turn))
+            self._fleet.after(self._reading + ahead, lambda: self._ended(turn))
+
+    def _read(self, prompts: Prompts, pos: int) -> int:
+        """Tokens of a prompt that have to be computed."""
+        prefix = int(prompts.prefixes[pos])
+        had = prefix in self._prefixes
+        self._prefixes[prefix] = None
+        self._prefixes.move_to_end(prefix)
+        if len(self._prefixes) > prompts.kept:
+            self._prefixes.popitem(last=False)
+        computed = prompts.own_tokens + (0 if had else prompts.prefix_tokens)
+        self._fleet.computed += computed
+        return computed
 
     def _ended(self, turn: int) -> None:
         if turn != self._turn:
@@ -152,7 +195,8 @@ class Worker:
         for batch in dict.fromkeys(b for b, _ in run.done):
             rows = np.array([p for b, p in run.done if b == batch], dtype="<u4")
             columns = rows.tobytes(), bytes([Kind.OUTPUT]) * len(rows), bytes(4 * len(rows))
-            parts.append(Part(batch, *columns, b"", Usage()))
+            usage = Usage(completion_tokens=int(self._fleet.tokens[batch][rows].sum()))
+            parts.append(Part(batch, *columns, b"", usage))
         run.done = []
         elapsed = self._fleet.now - run.began if not run.left else 0.0
         results = Results(VERSION, run.chunk, MODEL, self.name, run.seq, not run.left, parts, None, elapsed)
@@ -173,8 +217,13 @@ class Fleet:
         self.started_at: dict[str, float] = {}
         self.ended_at: dict[str, float] = {}
         self.messages = 0
-        #: Requests that were sent a second time.
+        #: Requests that were sent a second time, and chunks that were taken from one worker for another.
         self.copied = 0
+        self.stolen = 0
+        #: Prompts of the batches whose prompts count, and tokens of them that were computed.
+        self.prompts: dict[str, Prompts] = {}
+        self.computed = 0
+        self._looked_at = 0.0
         self._costs: dict[str, npt.NDArray[np.int64]] = {}
         self._scheduler = scheduler
         self._weights = Weights(scheduler)
@@ -183,7 +232,7 @@ class Fleet:
         self._facts = [_facts(w.name) for w in self.workers]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._shared: deque[Outstanding] = deque()
+        self._waiting: deque[Outstanding] = deque()
         self._dispatching = False
         self._told: set[str] = set()
         self._next_worker = 0
@@ -221,14 +270,18 @@ class Fleet:
         return self.book.window_used(self.book.lane(MODEL))
 
     def offer(self) -> None:
-        """Chunks that wait go to workers that take one, these in turn."""
-        while self._shared:
+        """Chunks that wait go to workers that take one, these in turn; each looks into its own queue first."""
+        given = True
+        while given:
+            given = False
             for worker in self._in_turn():
-                if worker.takes:
-                    worker.take(self._shared.popleft())
+                queue = worker.own or self._waiting
+                if queue and worker.takes:
+                    chunk = queue.popleft()
+                    if chunk.id not in self.book.given_up:
+                        worker.take(chunk)
+                    given = True
                     break
-            else:
-                return
 
     def _in_turn(self) -> Iterator[Worker]:
         for _ in self.workers:
@@ -249,6 +302,14 @@ class Fleet:
         wait_s = self._scheduler.timeout_ms / 1000
         drafted = packing.draft(self.book, lane, room, self.now, self.now, wait_s, self._weights)
         if isinstance(drafted, Wait) and drafted.idle:
+            stolen = sticky.steal(self.book, lane, room, room.nodes, self._looked_at)
+            if stolen is not None:
+                self.stolen += 1
+                self.book.lost(Lost(stolen, leased=False), self.now)
+                self._drop_given_up()
+                self._dispatching = True
+                self.after(DISPATCH_S, self._dispatch)
+                return
             factor = self._scheduler.straggler_factor
             copy = stragglers.find(self.book, lane, room.nodes, factor, room.floor, self.now, self.now)
             drafted = copy or drafted
@@ -256,34 +317,44 @@ class Fleet:
             if drafted.until < self.now + LOOK_S:
                 self.after(max(0.0, drafted.until - self.now), self._wake)
             return
+        seen = sticky.view(self.book, lane, drafted, room, self._scheduler.sticky_prefixes)
+        if seen is not None:
+            drafted = sticky.route(drafted, seen, self._shared(seen.progress.id))
         picks = [p._replace(cost=int(self._costs[p.batch][p.positions].sum())) for p in drafted.picks]
-        slices = [sent_slice(p.batch, p.positions, p.attempt) for p in picks]
+        slices = [sent_slice(p.batch, p.positions, p.attempt, cost=p.cost) for p in picks]
         record = Dispatch(f"c{next(self._numbers)}", MODEL, self.now, slices, drafted.node, drafted.copy_of)
-        chunk = self.book.sent(record, self.now, [])
+        again = [(p.retry, p.positions) for p in picks if p.retry is not None]
+        chunk = self.book.sent(record, self.now, again)
         if drafted.copy_of:
             self.copied += sum(len(p.positions) for p in picks)
         else:
-            packing.charge(self.book, lane, picks)
+            packing.charge(self.book, lane, picks, chunk)
         self.after(NETWORK_S, lambda: self._arrive(chunk))
         self._dispatching = True
         self.after(DISPATCH_S, self._dispatch)
 
+    def _shared(self, batch: str) -> sticky.Shared:
+        if batch in self.prompts:
+            return self.prompts[batch].shared
+        return lambda start, end: np.zeros(end - start, dtype=np.int64)
+
     def _arrive(self, chunk: Outstanding) -> None:
-        if chunk.target:
-            self._by_name[chunk.target].take(chunk)
-            return
-        self._shared.append(chunk)
+        (self._by_name[chunk.target].own if chunk.target else self._waiting).append(chunk)
         self.offer()
 
     def _look(self) -> None:
         held = {chunk_id: w.name for w in self.workers for chunk_id in w.runs}
         losses.see_leases(self.book, {c: held.get(c) for c in self.book.out}, self.now)
+        self._looked_at = self.now
+        self._drop_given_up()
+        self._wake()
+        self.after(LOOK_S, self._look)
+
+    def _drop_given_up(self) -> None:
         for chunk_id in [c for c in self.book.given_up if c not in self._told]:
             self._told.add(chunk_id)
             for worker in self.workers:
                 worker.drop(chunk_id)
-        self._wake()
-        self.after(LOOK_S, self._look)
 
 
 def _facts(name: str) -> WorkerFacts:

@@ -22,6 +22,9 @@ REQUESTS_IN_FLIGHT = Gauge(
 CHUNKS_SENT = Counter("batchmill_chunks_sent", "Chunks published to workers.", ["model"])
 CHUNKS_COPIED = Counter("batchmill_chunks_copied", "Rests of slow chunks sent to idle workers too.", ["model"])
 WINDOW = Gauge("batchmill_window_requests", "Requests that may be with workers at a time.", ["model"])
+CHUNKS_STOLEN = Counter(
+    "batchmill_chunks_stolen", "Chunks taken from a busy worker's own queue for an idle one.", ["model"]
+)
 CHUNKS_LOST = Counter("batchmill_chunks_lost", "Chunks given up and sent again.", ["model"])
 CRASHES = Counter("batchmill_crashes", "Reports of chunks whose worker ended abnormally.", ["model"])
 RESULTS_LOGGED = Counter("batchmill_results_logged", "Results logged by the coordinator.", ["kind"])
@@ -70,6 +73,7 @@ CATALOGUE = (
     CHUNKS_LOST,
     CRASHES,
     CHUNKS_COPIED,
+    CHUNKS_STOLEN,
     WINDOW,
     RESULTS_LOGGED,
     RESULTS_REPEATED,

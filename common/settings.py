@@ -93,6 +93,8 @@ class Scheduler(msgspec.Struct, **Strict):
     #: How many times as long as chunks take a chunk runs, at the end of the work, before what is missing of it goes to
     #: idle workers too; 0: never.
     straggler_factor: float = 2.0
+    #: Requests that share a long prefix stay with one worker while all have work.
+    sticky_prefixes: bool = True
     #: Coordinator shards.
     shards: int = 1
     #: Seconds without a heartbeat after which a standby takes over.

@@ -108,6 +108,8 @@ class Status(msgspec.Struct, kw_only=True):
     request_counts: Counts = msgspec.field(default_factory=Counts)
     #: Sent to workers and not answered yet.
     in_flight: int = 0
+    #: The share of the work that is answered, 0 to 1: long requests count for more than short ones.
+    work_done: float = 0.0
     #: Rows sent more than once (retries and losses).
     resent: int = 0
     usage: Usage = msgspec.field(default_factory=Usage)

@@ -55,6 +55,8 @@ class BatchView(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str]
     request_counts: RequestCounts
     in_flight: int
+    #: The share of the work that is answered, by the estimated cost of each request; 0 to 1.
+    work_done: float
     resent: int
     usage: TokenUsage
     #: The server of the result cache as its workers last saw it, at the latest when the batch ended; null: not used.
@@ -102,6 +104,7 @@ def view(batch: Batch, status: Status, reason: str | None) -> BatchView:
         metadata=batch.metadata,
         request_counts=RequestCounts(batch.requests, counts.completed, counts.failed),
         in_flight=status.in_flight,
+        work_done=round(1.0 if status.status == "completed" else status.work_done, 4),
         resent=status.resent,
         usage=TokenUsage(**msgspec.structs.asdict(usage)),
         cache=status.cache,

@@ -57,25 +57,30 @@ class Pace:
 class Meter:
     """Turns successive views into rates. Pure: the caller gives the time."""
 
-    samples: deque[tuple[float, int, int]] = field(default_factory=deque)
+    samples: deque[tuple[float, int, int, float]] = field(default_factory=deque)
 
     def add(self, seen: BatchView, now: float) -> Pace:
         """The pace at `now`, with this view as the newest sample."""
-        done, tokens = seen.answered, generated(seen)
-        if not self.samples or self.samples[-1][1:] != (done, tokens):
-            self.samples.append((now, done, tokens))
+        done, tokens, work = seen.answered, generated(seen), seen.work_done
+        if not self.samples or self.samples[-1][1:] != (done, tokens, work):
+            self.samples.append((now, done, tokens, work))
         elif len(self.samples) == 1:
             # What was waited for before the first answer (a model that loads) is no part of the speed.
-            self.samples[0] = (now, done, tokens)
+            self.samples[0] = (now, done, tokens, work)
         while len(self.samples) > 2 and now - self.samples[1][0] > RATE_S:
             self.samples.popleft()
-        start, done_then, tokens_then = self.samples[0]
+        start, done_then, tokens_then, work_then = self.samples[0]
         span = now - start
         if span <= 0 or len(self.samples) < 2:
             return Pace()
         rate = (done - done_then) / span
-        left = seen.request_counts.total - done
-        return Pace(rate, (tokens - tokens_then) / span, left / rate if rate > 0 else None)
+        # Long requests go first and take longest: the time left is that of the work, not of so many requests.
+        worked = (work - work_then) / span
+        if worked > 0:
+            left: float | None = (1 - work) / worked
+        else:
+            left = (seen.request_counts.total - done) / rate if rate > 0 else None
+        return Pace(rate, (tokens - tokens_then) / span, left)
 
 
 def generated(seen: BatchView) -> int:

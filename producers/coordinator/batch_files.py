@@ -55,6 +55,10 @@ class BatchFiles:
         plan = self.plan(first, int(positions[-1]) + 1)[positions - first]
         return plan["length"].astype(np.int64), plan["cost"].astype(np.int64)
 
+    def shared(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Bytes that each row of positions `[start, end)` has in common with the one before it (`PLAN_DTYPE`)."""
+        return self.plan(start, end)["shared"].astype(np.int64)
+
     def rows(self, positions: Positions) -> bytes:
         """A MessagePack array of the rows at these positions (ascending), read in one go and checked."""
         first, last = int(positions[0]), int(positions[-1])

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from common.messages import TOO_LATE, Crash, Part, Results, kinds, positions
+from common.messages import TOO_LATE, Crash, Kind, Part, Results, Usage, kinds, positions
 from producers.batch import Batch
 from producers.coordinator import suspicion
 from producers.coordinator.backoff import retry_delay
@@ -32,7 +32,7 @@ from producers.coordinator.records import (
     Resumed,
     unpack_positions,
 )
-from producers.coordinator.row_states import Positions
+from producers.coordinator.row_states import Mask, Positions
 from producers.coordinator.usage import add_usage, usage_of_part
 
 #: What a row gets whose worker ended the chunk without a word about it.
@@ -125,17 +125,17 @@ class Book:
             if progress is None or not progress.sendable:
                 continue
             rows = piece.positions()
-            again = int(np.count_nonzero(rows < progress.next_pos))
+            again = progress.goes_out(rows, record.node)
             progress.resent += again
             if again and taken is None:
                 lane.take_rows(piece.batch, rows)
-            progress.next_pos = max(progress.next_pos, piece.end)
             lane.changed.add(piece.batch)
             self._note_chunk(progress, record.chunk)
             if progress.started_at is None:
                 progress.started_at = record.sent_at
             charges = min(piece.charges, suspicion.CONVICTED - 1)  # Records of earlier versions counted otherwise.
-            chunk.shares.append(Share(piece.batch, rows, piece.attempt, charges, piece.lapses, piece.tried))
+            cost = piece.cost / len(rows)
+            chunk.shares.append(Share(piece.batch, rows, piece.attempt, charges, piece.lapses, piece.tried, cost))
         if chunk.shares:
             self.out[chunk.id] = chunk
         return chunk
@@ -254,7 +254,8 @@ class Book:
             if not progress.sendable:
                 continue
             at = progress.rows.settled.full_until(0)
-            known = np.sort(np.concatenate(held[progress.id])) if progress.id in held else np.empty(0, np.uint32)
+            unsent = [np.arange(s.start, s.end, dtype=np.uint32) for s in progress.skipped]
+            known = np.sort(np.concatenate([np.empty(0, np.uint32), *held.get(progress.id, []), *unsent]))
             while at < progress.next_pos:
                 end = min(progress.next_pos, at + (1 << 16))
                 opened = at + np.flatnonzero(~progress.rows.settled.span(at, end)).astype(np.uint32)
@@ -286,9 +287,27 @@ class Book:
         if taken or failed:
             if not progress.places or progress.places[-1] != place:
                 progress.places.append(place)
-            add_usage(progress.usage, usage_of_part(part, accepted | merge.retry))
+            usage = usage_of_part(part, accepted | merge.retry)
+            add_usage(progress.usage, usage)
+            self._learn(progress, chunk, merge.fresh, merge.fresh & (kinds(part) == Kind.OUTPUT), usage)
+        if chunk is not None:
+            chunk.answered += taken
         if failed and chunk is not None:
             self._attempt_failed(progress, chunk, rows[merge.retry], node, now)
+
+    def _learn(self, progress: Progress, chunk: Outstanding | None, settled: Mask, good: Mask, usage: Usage) -> None:
+        """What these rows were estimated to cost is settled; what they did cost is known of the good ones."""
+        share = next((s for s in chunk.shares if s.batch == progress.id), None) if chunk is not None else None
+        each = share.cost if share is not None and share.cost else progress.row_cost
+        progress.costs.settled += each * int(np.count_nonzero(settled))
+        measured = usage.prompt_tokens + usage.completion_tokens
+        if not measured or not good.all():
+            return  # What errors cost says nothing of what answers do.
+        lane = self.lane(progress.batch.model)
+        for costs in (progress.costs, lane.costs):
+            costs.add(each * len(good), measured)
+        if share is not None and share.charged:
+            lane.fair.correct(progress.id, measured - share.charged * len(good))
 
     def _attempt_failed(self, progress: Progress, chunk: Outstanding, failed: Positions, node: str, now: float) -> None:
         lane = self.lane(chunk.model)
@@ -315,7 +334,8 @@ class Book:
         if results.done:
             chunk.done, chunk.done_at = Done(results.node, results.seq, results.failure), now
             if results.elapsed_s > 0 and results.failure is None:
-                self.lane(chunk.model).times.add(results.elapsed_s, sum(len(s.positions) for s in chunk.shares))
+                times = self.lane(chunk.model).times
+                times.add(results.elapsed_s, sum(len(s.positions) for s in chunk.shares), results.node)
         done = chunk.done
         if done is None:
             return

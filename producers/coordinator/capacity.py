@@ -39,6 +39,8 @@ class Capacity:
     wanted: int = 0
     #: Bound of the window, by the settings or by the workers there are.
     queue_size: int = 0
+    #: Requests that one engine runs at a time.
+    seqs: int = 0
 
     def chunk_size(self, remaining: int) -> int:
         """Requests of the next chunk when `remaining` are still to be sent (guided self-scheduling)."""
@@ -77,8 +79,9 @@ def capacity(
     window = min(most, (slots + waiting) * target)
     taking = sorted((w for w in live if w.state == "ready"), key=lambda w: w.running + w.waiting)
     floor = min(target, max(1, seqs // (2 * k)))
+    nodes = tuple(w.node for w in taking)
     wanted = (slots + count) * least
-    return Capacity(target, window, len(live), slots, floor, tuple(w.node for w in taking), wanted, queue_size)
+    return Capacity(target, window, len(live), slots, floor, nodes, wanted, queue_size, seqs)
 
 
 def _worthwhile(scheduler: Scheduler, least: int, k: int, times: ChunkTimes | None) -> int:

@@ -8,6 +8,8 @@ from collections import deque
 LATEST = 64
 #: Chunks from which on the figure is believed.
 ENOUGH = 3
+#: What the latest chunk weighs in the figure of its worker.
+LATEST_WEIGHT = 0.3
 
 
 class ChunkTimes:
@@ -16,9 +18,12 @@ class ChunkTimes:
     def __init__(self) -> None:
         self._latest: deque[tuple[float, int]] = deque(maxlen=LATEST)
         self._median: float | None = None
+        self._by_node: dict[str, float] = {}
 
-    def add(self, seconds: float, rows: int) -> None:
-        """A chunk of so many rows has ended."""
+    def add(self, seconds: float, rows: int, node: str = "") -> None:
+        """A chunk of so many rows has ended on a worker."""
+        before = self._by_node.get(node, seconds)
+        self._by_node[node] = before + LATEST_WEIGHT * (seconds - before)
         self._latest.append((seconds, rows))
         self._median = None
 
@@ -28,6 +33,10 @@ class ChunkTimes:
         if len(self._latest) < ENOUGH:
             return None
         return sum(rows for _, rows in self._latest) / sum(seconds for seconds, _ in self._latest)
+
+    def of(self, node: str) -> float:
+        """How long a worker has a chunk; of one that has ended none, as the others do."""
+        return self._by_node.get(node) or self.median or 1.0
 
     @property
     def median(self) -> float | None:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from prometheus_client import Counter
+
 from common import metrics
 from common.errors import StoreFull
 from common.live import WorkerFacts
@@ -85,15 +87,15 @@ class Core:
         self.control.set()
         return progress
 
-    def lose(self, lost: Lost) -> None:
-        """Log that a chunk is given up, and fold it in."""
+    def lose(self, lost: Lost, counter: Counter = metrics.CHUNKS_LOST) -> None:
+        """Log that a chunk is given up, fold it in, and count it."""
         with self.lock:
             chunk = self.book.out.get(lost.chunk)
             if chunk is None:
                 return
             self.ledger.append(Type.LOST, encode(lost), {share.batch for share in chunk.shares})
             self.book.lost(lost, time.monotonic())
-            metrics.CHUNKS_LOST.labels(model=chunk.model).inc()
+            counter.labels(model=chunk.model).inc()
         self.dispatch.set()
 
     def hold(self, seconds: float) -> None:

@@ -18,7 +18,7 @@ from common.logs import get
 from common.messages import TASK_INFER, VERSION, Chunk, Slice, encode, infer_queue, node_queue, results_queue
 from common.settings import Settings
 from common.store import Store
-from producers.coordinator import packing, stragglers
+from producers.coordinator import packing, sticky, stragglers
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.batch_files import BatchFiles, DamagedBatch
 from producers.coordinator.broker_calls import answers
@@ -124,16 +124,32 @@ class Dispatcher:
             now, wait_s = time.monotonic(), self._settings.scheduler.timeout_ms / 1000
             wall = time.time()
             drafted = packing.draft(core.book, lane, room, now, wall, wait_s, self._weights)
+            stolen, seen = None, None
             if isinstance(drafted, Wait) and drafted.idle:
                 nodes, factor = self._idle(room.nodes), self._settings.scheduler.straggler_factor
+                stolen = sticky.steal(core.book, lane, room, nodes, core.looked_at)
                 copy = stragglers.find(core.book, lane, nodes, factor, room.floor, now, wall)
                 drafted = copy or drafted
+            if isinstance(drafted, Draft):
+                seen = sticky.view(core.book, lane, drafted, room, self._settings.scheduler.sticky_prefixes)
+        if stolen is not None:
+            log.info("chunk_stolen", chunk=stolen)
+            core.while_disk_full(functools.partial(core.lose, Lost(stolen, leased=False), metrics.CHUNKS_STOLEN))
+            return 0.0
         if isinstance(drafted, Wait):
             return drafted.until - now
+        if seen is not None:
+            drafted = self._routed(drafted, seen)
         picks = self._read_sizes(drafted.picks)
         if picks:
             self._send(model, drafted._replace(picks=picks))
         return 0.0
+
+    def _routed(self, drafted: Draft, seen: sticky.View) -> Draft:
+        try:
+            return sticky.route(drafted, seen, self._files_of(seen.progress.id).shared)
+        except (DamagedBatch, KeyError, OSError, Unreachable):
+            return drafted  # Reading its rows says the same, and what is to be done.
 
     def _idle(self, nodes: Sequence[str]) -> Sequence[str]:
         """Those of the workers that other shards leave idle; what this one gave them is in its book."""
@@ -185,7 +201,7 @@ class Dispatcher:
         if not kept:
             return
         chunk_id, sent_at = new_chunk_id(), time.time()
-        sent = [sent_slice(p.batch, p.positions, p.attempt, p.charges, p.lapses, p.tried) for p in kept]
+        sent = [sent_slice(p.batch, p.positions, p.attempt, p.charges, p.lapses, p.tried, p.cost) for p in kept]
         record = Dispatch(chunk_id, model, sent_at, sent, drafted.node, drafted.copy_of)
         encoded = encode_record(record)
         batch, not_after, ahead = None, 0.0, False
@@ -201,11 +217,12 @@ class Dispatcher:
                 lane = core.book.lane(model)
                 core.ledger.append(Type.DISPATCH, encoded, {p.batch for p in kept})
                 again = [(p.retry, p.positions) for p in kept if p.retry is not None]
-                ahead = core.book.sent(record, time.monotonic(), again, published=False).ahead
+                chunk = core.book.sent(record, time.monotonic(), again, published=False)
+                ahead = chunk.ahead
                 if drafted.copy_of:
                     metrics.CHUNKS_COPIED.labels(model=model).inc()
                 else:
-                    packing.charge(core.book, lane, kept)
+                    packing.charge(core.book, lane, kept, chunk)
                 core.dirty.update(p.batch for p in kept)
                 for progress in mine:
                     if progress is not None:

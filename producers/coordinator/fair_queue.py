@@ -12,6 +12,8 @@ What holds, on each level, with `l` the largest cost of one service:
 - a flow that has nothing behind it loses and gains nothing: one that comes new, or back, is served before any other is
   served twice by equal weights, however much the others have to send;
 - something is served whenever anyone has something to send.
+
+A cost that is only estimated is put right later (`correct`), but nobody gets ahead of the virtual time by it.
 """
 
 from __future__ import annotations
@@ -75,6 +77,13 @@ class _Level:
         # The smallest tag there is, which is that of the flow served, unless it was served out of turn.
         self.virtual = max(self.virtual, min(flow.tag, self.order[0][0] if self.order else flow.tag))
         self._move(flow, flow.tag + cost / flow.weight)
+
+    def correct(self, name: str, cost: float) -> None:
+        flow = self.flows.get(name)
+        if flow is not None:
+            # No further back than where a new one begins: what one was charged too much is not for those to wait for
+            # who came after.
+            self._move(flow, max(self.virtual, flow.tag + cost / flow.weight))
 
     def weigh(self, name: str, weight: float) -> None:
         flow = self.flow(name)
@@ -160,6 +169,13 @@ class FairQueue:
         if tenant is not None:
             self._batches[tenant].charge(batch, cost)
             self._tenants.charge(tenant, cost)
+
+    def correct(self, batch: str, cost: float) -> None:
+        """What the batch was served turned out to be worth `cost` more than it was charged for (below 0: less)."""
+        tenant = self._tenant_of.get(batch)
+        if tenant is not None:
+            self._batches[tenant].correct(batch, cost)
+            self._tenants.correct(tenant, cost)
 
     def round(self) -> Round:
         """The order of service for one chunk, which several batches may share. Changes nothing."""

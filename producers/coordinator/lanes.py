@@ -9,6 +9,7 @@ import numpy as np
 
 from common.messages import Failure, infer_queue, node_queue
 from producers.coordinator.chunk_times import ChunkTimes
+from producers.coordinator.costs import Costs
 from producers.coordinator.fair_queue import FairQueue
 from producers.coordinator.progress import Progress
 from producers.coordinator.row_states import Positions
@@ -26,6 +27,10 @@ class Share:
     lapses: int
     #: The worker that tried them in vain, `*`: more than one.
     tried: str = ""
+    #: What the plan estimates for a row of it, on average, in tokens; 0: not known.
+    cost: float = 0.0
+    #: What its batch was charged for a row of it in the fair queue, in tokens; 0: nothing.
+    charged: float = 0.0
 
 
 class Done(NamedTuple):
@@ -67,11 +72,18 @@ class Outstanding:
     node: str | None = None
     #: Monotonic seconds since when it looks as if its message was lost in the queue.
     missing_since: float | None = None
+    #: Rows that results came of.
+    answered: int = 0
     #: Result messages that came, a bit for each `seq`, by node.
     seen: dict[str, int] = field(default_factory=dict)
     #: The last message, when it came before an earlier one, and when (monotonic seconds).
     done: Done | None = None
     done_at: float = 0.0
+
+    @property
+    def open(self) -> int:
+        """About how many of its rows have no answer yet."""
+        return max(0, sum(len(share.positions) for share in self.shares) - self.answered)
 
     @property
     def queue(self) -> str:
@@ -139,6 +151,7 @@ class Lane:
     #: Highest order that a worker was seen to hold, by queue.
     leased_order: dict[str, int] = field(default_factory=dict)
     times: ChunkTimes = field(default_factory=ChunkTimes)
+    costs: Costs = field(default_factory=Costs)
     #: Monotonic seconds since when there is less to send than a full chunk.
     partial_since: float | None = None
 

@@ -18,7 +18,7 @@ from producers.batch import Batch
 from producers.coordinator import suspicion
 from producers.coordinator.book import Book
 from producers.coordinator.capacity import Capacity
-from producers.coordinator.lanes import Lane, Retry
+from producers.coordinator.lanes import Lane, Outstanding, Retry
 from producers.coordinator.progress import Progress
 from producers.coordinator.records import Exhausted, pack_positions
 from producers.coordinator.row_states import Positions
@@ -187,12 +187,8 @@ def _unsent(book: Book, lane: Lane, wall: float, enough: int) -> int:
 
 def _retire(lane: Lane, progress: Progress, wall: float) -> bool:
     """True when a batch has nothing fresh that may go out; it is put aside then."""
-    if progress.unsent:
-        # Rows that an earlier leader had answered already.
-        answered = progress.rows.settled.full_until(progress.next_pos)
-        if answered != progress.next_pos:
-            progress.next_pos = answered
-            lane.changed.add(progress.id)
+    if progress.unsent and progress.pass_answered():
+        lane.changed.add(progress.id)
     if progress.unsent and progress.dispatchable(wall):
         return False
     lane.fresh.pop(progress.id, None)
@@ -296,16 +292,19 @@ def _pack(book: Book, lane: Lane, again: dict[str, list[Retry]], size: int, fres
                 picks.append(_again(retry, rows))
                 taken += len(rows)
         if taken < size and fresh > 0 and batch_id in lane.fresh:
-            start = progress.next_pos
-            end = min(progress.batch.planned, start + min(size - taken, fresh))
-            rows = (start + np.flatnonzero(~progress.rows.settled.span(start, end))).astype(np.uint32)
+            rows = progress.following(min(size - taken, fresh))
             picks.append(Pick(batch_id, rows, 1, 0, 0, None))
             taken += len(rows)
             fresh -= len(rows)
-        order.took((taken - before) * progress.batch.cost / max(1, progress.batch.planned))
+        order.took((taken - before) * progress.row_cost * _factor(lane, progress))
     for batch_id in idle:
         lane.fair.deactivate(batch_id)
     return picks
+
+
+def _factor(lane: Lane, progress: Progress) -> float:
+    """How many times what the plan estimates the requests of a batch cost, as far as that is known."""
+    return progress.costs.factor(lane.costs.factor())
 
 
 def _kind(batch: Batch) -> tuple[float, str]:
@@ -330,11 +329,14 @@ def trim(picks: list[Pick], sizes: list[npt.NDArray[np.int64]], most: int) -> li
     return kept
 
 
-def charge(book: Book, lane: Lane, picks: list[Pick]) -> None:
-    """The picks were sent: whose turn it is next follows from their cost."""
+def charge(book: Book, lane: Lane, picks: list[Pick], chunk: Outstanding) -> None:
+    """The picks were sent as `chunk`: whose turn it is next follows from their cost, as far as that is known."""
+    factors = {b: _factor(lane, book.batches[b]) for b in {p.batch for p in picks} if b in book.batches}
+    for share in chunk.shares:
+        share.charged = share.cost * factors.get(share.batch, 1.0)
     for pick in picks:
-        lane.fair.charge(pick.batch, pick.cost)
         progress = book.batches.get(pick.batch)
+        lane.fair.charge(pick.batch, pick.cost * factors.get(pick.batch, 1.0))
         if progress is not None and not progress.unsent:
             lane.fresh.pop(pick.batch, None)
             lane.fair.deactivate(pick.batch)  # What it has to send again brings it back.

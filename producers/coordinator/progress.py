@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from common.messages import CacheFacts, Usage
 from producers import schedule
 from producers.batch import Batch, Counts, Status
+from producers.coordinator.costs import Costs
 from producers.coordinator.records import Cancelled, Cut
-from producers.coordinator.row_states import RowStates
+from producers.coordinator.row_states import Positions, RowStates
 from producers.schedule import RunWindow, run_window
+
+
+class Stretch(NamedTuple):
+    """Rows `[start, end)` of a batch that were never sent. `home`: the worker that got those before them, if known."""
+
+    start: int
+    end: int
+    home: str
 
 
 @dataclass(slots=True)
@@ -19,13 +31,18 @@ class Progress:
 
     batch: Batch
     rows: RowStates
-    #: Every row below this was sent at least once.
+    #: Every row below this was sent at least once, but for those skipped.
     next_pos: int = 0
+    #: The worker whose own queue the rows just below it went to; empty: whoever took them.
+    home: str = ""
+    #: What goes on with prefixes that a worker is at, left to that one, in the order in which it was left (`sticky`).
+    skipped: list[Stretch] = field(default_factory=list)
     #: Chunks that may be out with rows of it.
     chunks: dict[str, None] = field(default_factory=dict)
     #: Places of the ledger records that the assembler needs: 8 bytes a result message.
     places: array[int] = field(default_factory=lambda: array("Q"))
     usage: Usage = field(default_factory=Usage)
+    costs: Costs = field(default_factory=Costs)
     #: Rows sent more than once.
     resent: int = 0
     #: Results that came for rows that were settled already.
@@ -66,12 +83,83 @@ class Progress:
 
         Too low by rows that an earlier leader had sent, whose record of it did not count, and that are answered.
         """
-        return max(0, self.next_pos - self.rows.settled.count) if self.sendable else 0
+        return max(0, self.next_pos - self._left - self.rows.settled.count) if self.sendable else 0
 
     @property
     def unsent(self) -> int:
         """Rows never sent."""
-        return self.batch.planned - self.next_pos if self.sendable else 0
+        return self.batch.planned - self.next_pos + self._left if self.sendable else 0
+
+    @property
+    def _left(self) -> int:
+        return sum(s.end - s.start for s in self.skipped)
+
+    @property
+    def row_cost(self) -> float:
+        """What the plan estimates for a request of it, on average, in tokens."""
+        return self.batch.cost / max(1, self.batch.planned)
+
+    @property
+    def work_done(self) -> float:
+        """The share of the work that is settled, by the plan's estimate of each request; 0 to 1."""
+        if self.complete or not self.batch.cost:
+            return float(self.complete)
+        return min(1.0, self.costs.settled / self.batch.cost)
+
+    @property
+    def ahead(self) -> Stretch:
+        """What is left of the plan's end, which may be nothing."""
+        return Stretch(self.next_pos, self.batch.planned, self.home)
+
+    def following(self, count: int) -> Positions:
+        """The next rows in the order of the plan, at most `count`, without those that are answered."""
+        stretch = self.ahead if self.next_pos < self.batch.planned else self.skipped[0]
+        return self.open_rows(stretch.start, min(stretch.end, stretch.start + count))
+
+    def open_rows(self, start: int, end: int) -> Positions:
+        """The positions in `[start, end)` that are not settled."""
+        return (start + np.flatnonzero(~self.rows.settled.span(start, end))).astype(np.uint32)
+
+    def goes_out(self, rows: Positions, node: str) -> int:
+        """These rows are sent (to `node`, by its own queue); how many of them were sent before."""
+        start, end = int(rows[0]), int(rows[-1]) + 1
+        again = int(np.count_nonzero(rows < self.next_pos))
+        if end > self.next_pos:
+            if start > self.next_pos:
+                self._skip(start)
+            self.next_pos, self.home = end, node
+        if not again or not self.skipped:
+            return again
+        skipped = []
+        for stretch in self.skipped:
+            mine = rows[np.searchsorted(rows, stretch.start) : np.searchsorted(rows, stretch.end)]
+            again -= len(mine)
+            if not len(mine):
+                skipped.append(stretch)
+                continue
+            left = (
+                Stretch(stretch.start, int(mine[0]), stretch.home),
+                Stretch(int(mine[-1]) + 1, stretch.end, node or stretch.home),
+            )
+            skipped += [part for part in left if part.start < part.end]
+        self.skipped = skipped
+        return again
+
+    def _skip(self, end: int) -> None:
+        """Rows from `next_pos` to `end` are left for later, as far as they are not answered."""
+        start = self.rows.settled.full_until(self.next_pos)
+        if start < end:
+            self.skipped.append(Stretch(start, end, self.home))
+
+    def pass_answered(self) -> bool:
+        """Leave out rows where the unsent begin that an earlier leader had answered; True: there were some."""
+        before = self.next_pos, self.skipped
+        if self.next_pos < self.batch.planned:
+            self.next_pos = self.rows.settled.full_until(self.next_pos)
+        if self.skipped:
+            moved = [s._replace(start=self.rows.settled.full_until(s.start)) for s in self.skipped]
+            self.skipped = [s for s in moved if s.start < s.end]
+        return before != (self.next_pos, self.skipped)
 
     @property
     def sendable(self) -> bool:
@@ -130,6 +218,7 @@ class Progress:
                 total=self.batch.requests, completed=self.rows.settled.count - self.rows.failed.count, failed=failed
             ),
             in_flight=self.outstanding,
+            work_done=self.work_done,
             resent=self.resent,
             usage=self.usage,
             cache=self.cache,

@@ -31,7 +31,8 @@ class Type(IntEnum):
 class SentSlice(msgspec.Struct, array_like=True, frozen=True):
     """Rows of one batch in a chunk: `[start, end)` without those whose bit in `wanted` is 0 (empty: all are there).
 
-    `attempt` counts from 1. `charges`, `lapses` and `tried` are those of `lanes.Share`.
+    `attempt` counts from 1. `charges`, `lapses` and `tried` are those of `lanes.Share`; `cost` is what the plan
+    estimates for all these rows, in tokens (0: records of earlier versions do not say).
     """
 
     batch: str
@@ -42,6 +43,7 @@ class SentSlice(msgspec.Struct, array_like=True, frozen=True):
     charges: int = 0
     lapses: int = 0
     tried: str = ""
+    cost: int = 0
 
     def positions(self) -> Positions:
         """The rows' positions, ascending."""
@@ -53,7 +55,7 @@ class SentSlice(msgspec.Struct, array_like=True, frozen=True):
 
 
 def sent_slice(
-    batch: str, positions: Positions, attempt: int, charges: int = 0, lapses: int = 0, tried: str = ""
+    batch: str, positions: Positions, attempt: int, charges: int = 0, lapses: int = 0, tried: str = "", cost: int = 0
 ) -> SentSlice:
     """The slice that holds exactly these positions (ascending, at least one)."""
     start, end = int(positions[0]), int(positions[-1]) + 1
@@ -62,7 +64,7 @@ def sent_slice(
         bits = np.zeros(end - start, dtype=np.uint8)
         bits[positions - start] = 1
         wanted = np.packbits(bits, bitorder="little").tobytes()
-    return SentSlice(batch, start, end, wanted, attempt, charges, lapses, tried)
+    return SentSlice(batch, start, end, wanted, attempt, charges, lapses, tried, cost)
 
 
 class Dispatch(msgspec.Struct, array_like=True, frozen=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 from kombu import Consumer
 
@@ -61,11 +62,12 @@ def make_batch(
     shard: int = 0,
     activate: bool = True,
     name: str | None = None,
+    shared: npt.ArrayLike = 0,
     **fields: Any,
 ) -> Batch:
     """Write a batch as intake would: `custom_id`s are `"r<index>"`, the indexes in `invalid` are refused ones.
 
-    `fields`: further ones of `Batch`.
+    `shared`: what each row has in common with the one before it, by position. `fields`: further ones of `Batch`.
     """
     batch_id = new_batch_id()
     base = folder(batch_id)
@@ -88,6 +90,7 @@ def make_batch(
                 offset += len(row)
                 pos += 1
             windows.append(Window(first, pos, start, end))
+    plan["shared"] = shared
     with store.open_write(f"{base}/plan") as file:
         file.write(plan.tobytes())
     if refused:

@@ -179,6 +179,7 @@ def test_status_and_list_as_json_are_stable(store: LocalStore, capsys: pytest.Ca
         "metadata": {"k": "v"},
         "request_counts": {"total": 10, "completed": 4, "failed": 1},
         "in_flight": 2,
+        "work_done": 0.0,
         "resent": 3,
         "usage": {
             "prompt_tokens": 100,

@@ -217,3 +217,40 @@ def test_what_is_forgotten_leaves_nothing() -> None:
 def test_urgency_grows_as_the_deadline_nears_up_to_a_bound(left: float, factor: float) -> None:
     assert urgency(0.0, 1000.0, 1000.0 - left) == factor <= DEADLINE_MOST
     assert urgency(5.0, 5.0, 0.0) == DEADLINE_MOST
+
+
+def test_what_was_charged_too_much_is_given_back_and_is_nobodys_debt() -> None:
+    fair = FairQueue()
+    for name in "ab":
+        fair.activate(name, "t")
+        fair.charge(name, 100.0)
+    fair.correct("a", -90.0)
+    served = []
+    for _ in range(9):
+        served.append(str(fair.round().next()))
+        fair.charge(served[-1], 10.0)
+    assert served == ["a"] * 9, "until it has had as much as the other"
+    fair.deactivate("b")
+    fair.charge("a", 1000.0)
+    fair.correct("a", -1000.0)
+    fair.activate("new", "t")
+    served = []
+    for _ in range(10):
+        served.append(str(fair.round().next()))
+        fair.charge(served[-1], 10.0)
+    assert abs(served.count("new") - served.count("a")) <= 1, "a new one begins beside it"
+    fair.correct("unheard of", -5.0)
+
+
+def test_a_new_one_does_not_wait_for_what_another_gets_back() -> None:
+    fair = FairQueue()
+    fair.activate("large", "t")
+    for _ in range(10):
+        fair.charge("large", 1000.0)
+    fair.activate("new", "t")
+    fair.correct("large", -9900.0)
+    served = []
+    for _ in range(10):
+        served.append(str(fair.round().next()))
+        fair.charge(served[-1], 10.0)
+    assert abs(served.count("new") - served.count("large")) <= 1

@@ -104,7 +104,8 @@ def test_rows_of_a_paused_batch_that_wait_to_be_sent_again_take_no_room() -> Non
 
 def test_attempts_and_losses_count_against_their_batch() -> None:
     """A batch all of whose requests fail must not take the workers from one whose requests do not."""
-    bench = Bench(with_("bad", 9999), with_("good", 9999))
+    # Answers cost what they were thought to.
+    bench = Bench(*(msgspec.structs.replace(with_(name, 9999), cost=10 * 9999) for name in ("bad", "good")))
     answered: dict[str, int] = {"bad": 0, "good": 0}
     for turn in itertools.count():
         bench.now += 0.2
