@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis
 from kombu import Consumer
+from redis.connection import AbstractConnection
 
 from common import broker as broker_module
 from common.broker import Publisher, connect, queue
@@ -97,6 +99,33 @@ def test_a_redis_channel_makes_one_client_for_each_pool(redis_broker: RedisBroke
         with channel.conn_or_acquire() as third:
             assert third is not first
             assert third.ping()
+
+
+def test_an_ack_whose_connection_is_lost_on_its_way_goes_once_more(
+    redis_broker: RedisBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocking read may not have noticed anything: nobody would come back to that message."""
+    settings = load(env=make_fleet_env(tmp_path, redis_broker.url, redis_broker.state_url))
+    publisher = Publisher(settings)
+    publisher.publish("results.0", b"one")
+    publisher.close()
+    got: list[Any] = []
+    with (
+        connect(settings) as connection,
+        Consumer(
+            connection,
+            queues=[queue(settings, "results.0")],
+            callbacks=[lambda body, message: got.append(message)],
+            accept=[CONTENT_TYPE],
+        ),
+        redis.Redis.from_url(redis_broker.url) as other,
+    ):
+        connection.drain_events(timeout=60)
+        # redis-py looks at a connection before it uses it; this one is lost after that.
+        monkeypatch.setattr(AbstractConnection, "can_read", lambda *args, **options: False)
+        assert other.client_kill_filter(_type="normal", skipme=True) > 0
+        got[0].ack()
+        assert other.exists("unacked", "unacked_index") == 0
 
 
 def test_live_state_notices_a_wipe(broker: Broker, fleet_settings: Settings) -> None:
