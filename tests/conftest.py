@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -42,6 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("patient")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Begun in the background of a script; commands under test would inherit that they ignore Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in [n for n in os.environ if n.startswith("BATCHMILL_") and not n.startswith("BATCHMILL_TEST_")]:
         # Where pulled models lie is a property of the machine; everything else is a test's own business.
         if name != "BATCHMILL_INFERENCE_MODELS_DIR":
