@@ -16,6 +16,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import structlog
 
 from common import settings as settings_module
 from common.settings import Settings
@@ -79,6 +80,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ordered = sorted(items, key=rank)
     # The first parts are the shorter ones where the list does not divide evenly.
     items[:] = [item for part in reversed(range(processes)) for item in ordered[part::processes]]
+
+
+@pytest.fixture(autouse=True)
+def loggers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that runs a command in this process sets up its logs; no other test's output may go where they went."""
+    configure = structlog.configure
+    monkeypatch.setattr(structlog, "configure", lambda **how: configure(**how | {"cache_logger_on_first_use": False}))
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
