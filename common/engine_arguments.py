@@ -10,6 +10,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+#: What a worker says to the engine by itself.
+_RESERVED = frozenset(
+    {
+        "api_key",
+        "api_server_count",
+        "config",
+        "enable_log_outputs",
+        "enable_log_requests",
+        "headless",
+        "host",
+        "model",
+        "model_tag",
+        "port",
+        "served_model_name",
+        "uds",
+    }
+)
 #: Whole numbers, and the least that each may be.
 _COUNTS = {
     "block_size": 1,
@@ -32,8 +49,10 @@ def argument(engine: Mapping[str, Any], name: str) -> Any:
 
 
 def fault(engine: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first key whose value cannot be, and what is wrong with it."""
+    """The first key that cannot be there, or whose value cannot be, and what is wrong with it."""
     for key, value in engine.items():
+        if key.replace("-", "_") in _RESERVED:
+            return key, "it is set by the worker; take it out"
         wrong = None if value is None else _wrong(key.replace("-", "_"), value)
         if wrong is not None:
             return key, wrong

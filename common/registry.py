@@ -21,12 +21,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What a worker of this model needs."""
 
     #: GPUs of one engine (tensor parallel size); 0 where a CPU will do.
-    gpus: int = 1
+    gpus: Annotated[int, msgspec.Meta(ge=0)] = 1
     #: GB of memory free on each GPU.
-    gpu_memory_gb: float = 0.0
+    gpu_memory_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     #: GB of KV cache when it runs on a CPU.
-    cpu_kv_gb: float = 2.0
-    disk_gb: float = 0.0
+    cpu_kv_gb: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    disk_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

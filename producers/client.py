@@ -108,7 +108,7 @@ class Client:
             run_between=run_between,
         )
         opened = _opened(source)
-        check_fleet(self.settings, self.store)
+        self._check_fleet()
         if isinstance(opened, str):
             batch = intake.submit(opened, self.store, self.settings, self.models, options)
         else:
@@ -124,7 +124,7 @@ class Client:
         not. Nothing happens before the first id is asked for.
         """
         wish = Options(**options)
-        check_fleet(self.settings, self.store)
+        self._check_fleet()
         encoded = (b"".join(msgspec.json.encode(r) + b"\n" for r in requests) for requests in sources)
         for batch in intake.submit_many(encoded, self.store, self.settings, self.models, wish):
             self._see_to_a_fleet(batch)
@@ -169,7 +169,7 @@ class Client:
         seen = look(self.store, batch_id)
         if not seen.final or seen.status == "failed":
             raise UsageError(f"{batch_id} is {seen.status}: only a batch that has ended with outputs can be retried")
-        check_fleet(self.settings, self.store)
+        self._check_fleet()
         made = intake.submit_again(self.store, self.settings, read_batch(self.store, batch_id), Options(**options))
         self._see_to_a_fleet(made)
         return look(self.store, made.id)
@@ -245,6 +245,10 @@ class Client:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_fleet(self) -> None:
+        if self._fleet is None:  # Else it is ours, and was looked at.
+            check_fleet(self.settings, self.store, lambda: self.models)
 
     def _see_to_a_fleet(self, of: Batch | BatchView) -> Fleet | None:
         if self.settings.broker.url is not None:

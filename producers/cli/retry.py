@@ -43,7 +43,7 @@ def retry(wish: Wish) -> int:
         )
     if earlier.status == "failed":
         raise UsageError(f"{earlier.id} failed as a whole, so its requests are not there: {wording.reason(earlier)}")
-    check_fleet(settings, store)
+    check_fleet(settings, store, lambda: surroundings.load_registry(settings), say.err)
     batch = intake.submit_again(store, settings, read_batch(store, earlier.id), wish.options)
     seen = look(store, batch.id)
     what = wording.number(batch.requests, "request")

@@ -54,7 +54,7 @@ def submit(wish: Wish) -> int:
     # Before anything is enqueued: answers that took hours must have a place to go.
     check_folder(wish.output or default_folder("batch"))
     store = surroundings.store_of(settings)
-    check_fleet(settings, store)
+    check_fleet(settings, store, lambda: registry, say.err)
     batch = take_in(wish, options, store, settings, registry)
     warn_of_hours(batch)
     seen = look(store, batch.id)

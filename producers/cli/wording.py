@@ -20,7 +20,7 @@ _REASONS = {
     "starting_coordinator": "starting the coordinator",
     "starting_worker": "starting a worker of {model}",
     "waiting_for_devices": "waiting: another model has the GPUs",
-    "disk_full": "waiting: the disk of the store or its log is full",
+    "disk_full": "waiting: the disk of the store or its log is full (32 MiB stay in reserve)",
     "broker_unreachable": "waiting: the broker does not answer the coordinator",
     "broker_memory": "waiting: the broker is nearly full",
     "store_unreachable": "waiting: the store does not answer the coordinator",

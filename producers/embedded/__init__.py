@@ -7,7 +7,7 @@ One fleet a home folder (`common.places.fleet_dir`), shared by all commands of o
 
 from __future__ import annotations
 
-from producers.embedded.fleet import Fleet, down, ensure, status
+from producers.embedded.fleet import Fleet, down, ensure, make_way, status
 from producers.embedded.record import Record, WorkerState
 
-__all__ = ["Fleet", "Record", "WorkerState", "down", "ensure", "status"]
+__all__ = ["Fleet", "Record", "WorkerState", "down", "ensure", "make_way", "status"]

@@ -154,19 +154,8 @@ def ensure(
             alone = use.acquire(0.2)
             if not use.acquire(_START_S, shared=True):
                 raise Unreachable(f"{where.use_lock} is held by a command that does not end")
+            notice = _replace_other(start, alone, say)
             running = is_held(where.lock)
-            if running:
-                found = record.read(where.record)
-                if found is not None and found.fingerprint != start.fingerprint:
-                    if alone and not _busy(start):
-                        say("the running fleet has other settings; starting it anew")
-                        _end(where, start.settings.inference.drain_s, kill_now=False)
-                        running = False
-                    else:
-                        notice = (
-                            "the running fleet has other settings or models and is busy, so it goes on with those; "
-                            "`producers fleet down` ends it"
-                        )
             if running:
                 start.ask()
             else:
@@ -176,6 +165,27 @@ def ensure(
         use.release()
         raise
     return Fleet(start, use, notice)
+
+
+def make_way(
+    settings: Settings,
+    registry: Callable[[], Registry],
+    *,
+    say: Callable[[str], None] = lambda _line: None,
+    env: Mapping[str, str] = os.environ,
+) -> None:
+    """End a running fleet that has other settings and nothing to do. To be called before a batch is enqueued.
+
+    Afterwards it would have that batch to do. `Unreachable` when it is busy with another store: nobody would run what
+    is enqueued in this one.
+    """
+    where = layout(env)
+    if not is_held(where.lock):
+        return
+    with _told(where), FileLock(where.start_lock) as lock, FileLock(where.use_lock) as use:
+        start = _prepare(settings, registry(), None, None, where, env)
+        _acquire(lock, where, say)
+        _replace_other(start, use.acquire(0.2), say)
 
 
 def status(env: Mapping[str, str] = os.environ) -> Record:
@@ -355,9 +365,33 @@ def _version() -> str:
         return "unknown"
 
 
-def _busy(start: _Start) -> bool:
+def _replace_other(start: _Start, alone: bool, say: Callable[[str], None]) -> str | None:
+    """End the running fleet if it has other settings and nothing to do; a line for people if it stays with those.
+
+    `alone`: no other command uses it. `Unreachable` when it stays and serves another store.
+    """
+    where = start.layout
+    found = record.read(where.record) if is_held(where.lock) else None
+    if found is None or found.fingerprint == start.fingerprint:
+        return None
+    if alone and not _busy(found.store or start.settings.store.url or ""):
+        say("the running fleet has other settings; starting it anew")
+        _end(where, start.settings.inference.drain_s, kill_now=False)
+        return None
+    if found.store and found.store != start.settings.store.url:
+        raise Unreachable(
+            f"the embedded fleet runs batches of another store, {found.store}, and would not see this one's: wait "
+            f"until they have ended, or give this store a fleet of its own (BATCHMILL_HOME)"
+        )
+    return (
+        "the running fleet has other settings or models and is busy, so it goes on with those; "
+        "`producers fleet down` ends it"
+    )
+
+
+def _busy(store: str) -> bool:
     """True while there are unfinished batches."""
-    return bool(demand.ActiveBatches(open_store(start.settings.store.url or ""), 0).models())
+    return bool(demand.ActiveBatches(open_store(store), 0).models())
 
 
 @contextlib.contextmanager

@@ -212,11 +212,11 @@ def _without_repeats(spool: Spool, reading: Reading, made: PlanWriter) -> PlanWr
 
 
 def _message(name: str, fatal: str | None, report: Report) -> str:
+    where = f"; all of them: {report.report_file}" if report.report_file else ""
     if fatal is not None:
-        return f"{name}: {fatal}; nothing was submitted"
+        return f"{name}: {fatal}; nothing was submitted" + where.replace("all of them", "faults found until then")
     first = report.errors[0]
     place = f"{first.field}: " if first.field else ""
-    where = f"; all of them: {report.report_file}" if report.report_file else ""
     return (
         f"{name}: {report.error_count} of {report.requests} requests are not valid, nothing was submitted; "
         f"first, line {first.line}: {place}{first.reason}{where}. Fix them, or use --skip-invalid"

@@ -61,6 +61,27 @@ def test_submit_brings_the_fleet_up_and_the_next_one_finds_it(shell: Shell) -> N
     assert [b["id"] for b in shell.run("list", "--json").json["data"]] == [second.json["id"], first.json["id"]]
 
 
+def test_other_settings_reach_an_idle_fleet_and_a_busy_one_of_another_store_is_left(shell: Shell) -> None:
+    path = shell.write("in.jsonl", [chat("a", "x")])
+    shell.run("submit", str(path), "-o", "one")
+    first = shell.run("fleet", "status", "--json").json
+    shell.env["BATCHMILL_SCHEDULER_RETRY_TIMES"] = "7"
+    again = shell.run("submit", str(path), "-o", "two")
+    assert "the running fleet has other settings; starting it anew" in again.err
+    assert "busy" not in again.err
+    second = shell.run("fleet", "status", "--json").json
+    assert (second["pid"] != first["pid"], second["store"]) == (True, first["store"])
+    shell.env["BATCHMILL_STORE_URL"] = str(shell.folder / "other")
+    in_other = shell.run("submit", str(shell.write("long.jsonl", [chat("b", "LONG")])), "--detach").out.strip()
+    assert shell.run("fleet", "status", "--json").json["store"] == str(shell.folder / "other")
+    del shell.env["BATCHMILL_STORE_URL"]
+    refused = shell.run("submit", str(path), "-o", "three", code=3)
+    assert f"runs batches of another store, {shell.folder / 'other'}" in refused.err
+    assert len(shell.run("list", "--json").json["data"]) == 2, "nothing was enqueued where nobody would run it"
+    shell.env["BATCHMILL_STORE_URL"] = str(shell.folder / "other")
+    shell.run("cancel", in_other)
+
+
 def test_ctrl_c_leaves_the_fleet_at_work(shell: Shell) -> None:
     path = shell.write("in.jsonl", [chat("a", "quick"), chat("b", "HELD")])
     command = shell.start("submit", str(path))

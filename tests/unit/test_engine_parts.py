@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from common import settings as settings_module
-from common.errors import UsageError
 from common.registry import Hardware, ModelVersion
 from workers.engine import aborts, parent_death, privacy, sockets
 from workers.engine.arguments import engine_values
@@ -200,12 +199,6 @@ def test_what_cannot_be_read_back_from_host_memory_is_computed_again() -> None:
     strict = ModelVersion(source="/m", engine={"kv_transfer_config": named | {"kv_load_failure_policy": "fail"}})
     assert values(strict)["kv_transfer_config"]["kv_load_failure_policy"] == "fail"
     assert "kv_transfer_config" not in values(ModelVersion(source="/m"))
-
-
-@pytest.mark.parametrize("key", ["served_model_name", "served-model-name", "port", "enable_log_requests", "model"])
-def test_arguments_that_are_ours(key: str) -> None:
-    with pytest.raises(UsageError, match=rf"m@1: engine\.{key} is set by the worker"):
-        values(ModelVersion(source="/m", engine={key: "x"}))
 
 
 def entry_point(text: str) -> str:

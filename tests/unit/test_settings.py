@@ -227,7 +227,15 @@ def test_the_registry_resolves_names(tmp_path: Path) -> None:
                 ("gpu_memory_utilization: 90", "gpu_memory_utilization", "'90' is not a number between 0 and 1"),
                 ("enforce_eager: 'yes'", "enforce_eager", "'yes' is neither true nor false"),
                 ("dtype: 16", "dtype", "'16' is not a word"),
+                ("served-model-name: x", "served-model-name", "it is set by the worker"),
+                ("port: 80", "port", "it is set by the worker"),
+                ("enable_log_requests: true", "enable_log_requests", "it is set by the worker"),
+                ("model: null", "model", "it is set by the worker"),
             )
+        ),
+        *(
+            (f"models: {{a@1: {{source: /x, hardware: {{{key}: {value}}}}}}}", [f"hardware.{key}", "expected"])
+            for key, value in (("gpus", -1), ("gpu_memory_gb", -0.5), ("cpu_kv_gb", 0), ("disk_gb", -1))
         ),
     ],
 )

@@ -12,32 +12,11 @@ from common.registry import ModelVersion
 from common.settings import Settings
 from workers.models import source as sources
 
-#: Arguments that are ours to say; an entry that names one of them is refused.
-OURS = frozenset(
-    {
-        "api_key",
-        "api_server_count",
-        "config",
-        "enable_log_outputs",
-        "enable_log_requests",
-        "headless",
-        "host",
-        "model",
-        "model_tag",
-        "port",
-        "served_model_name",
-        "uds",
-    }
-)
-
 
 def engine_values(
     model_version: str, entry: ModelVersion, settings: Settings, folder: Path, *, cpu: bool
 ) -> dict[str, Any]:
     """vLLM's arguments by their Python names. What the model's entry says goes before the fleet's settings."""
-    for key in entry.engine:
-        if key.replace("-", "_") in OURS:
-            raise UsageError(f"model {model_version}: engine.{key} is set by the worker; take it out of models.yaml")
     inference = settings.inference
     values: dict[str, Any] = {
         "enable_prompt_tokens_details": True,
