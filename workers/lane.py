@@ -134,7 +134,8 @@ class Lane:
             self._crumb.rename(run.slot, *successor[0].names(successor[1]))
 
     def _pump(self) -> None:
-        while self.inside < self.limit and self._waiting:
+        # Nothing enters a dead engine: the breadcrumb would name it as one that the engine died of.
+        while self.inside < self.limit and self._waiting and not self._thread.dead:
             work, row = self._waiting[0]
             if self.inside and work is not self._isolated and (work.isolated or self._isolated is not None):
                 return  # What came before it has to be answered first.

@@ -367,6 +367,26 @@ def test_the_breadcrumb_follows_the_engine_and_keeps_what_it_died_of(start_engin
     assert inside() == {batch: [1, 3], deadly: [0]}
 
 
+@pytest.mark.parametrize("at_once", [0, 1, 2])
+def test_what_waits_when_the_engine_dies_is_not_what_it_died_of(
+    start_engine: StartEngine, tmp_path: Path, at_once: int
+) -> None:
+    deaths: list[str] = []
+    thread, _ = start_engine(deaths=deaths, FAULTS="HANG=hang,DIE=die", LATENCY_MS="1")
+    crumb = Breadcrumb(tmp_path / "c", node="n", model=MODEL, life="1", slots=20)
+    lane = Lane(thread, lambda: None, crumb)
+    inside = at_once or lane.limit
+    texts = ["DIE", *["HANG"] * (inside - 1), *["waits"] * 20]
+    chunk = make_chunk([chat(text) for text in texts], MODEL, isolated=at_once)
+    work, _, join = in_thread(chunk, (thread, lane), crumb.hold(chunk))
+    wait_until(lambda: bool(deaths), 60, "the engine dies")
+    work.abort(Abort.ENGINE)
+    join()
+    found = breadcrumb.read(tmp_path / "c")
+    assert found is not None
+    assert [sorted(rows) for held in found.chunks for rows in held.inside.values()] == [list(range(inside))]
+
+
 def test_what_the_engine_could_not_do_is_a_line_for_people(start_engine: StartEngine) -> None:
     faults = "E500=500,ABRT=abort,HANG=hang,PLAIN=502"
     texts = ["E500", "ABRT", "HANG"]
