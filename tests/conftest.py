@@ -44,9 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("patient")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Begun in the background of a script; commands under test would inherit that they ignore Ctrl-C.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Begun in the background of a script, or by nohup: commands under test would inherit what is ignored.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     for name in [n for n in os.environ if n.startswith("BATCHMILL_") and not n.startswith("BATCHMILL_TEST_")]:
         # Where pulled models lie is a property of the machine; everything else is a test's own business.
         if name != "BATCHMILL_INFERENCE_MODELS_DIR":
