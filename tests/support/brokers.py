@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -285,52 +286,53 @@ class Depth(NamedTuple):
     unacked: int
 
 
-class Broker:
+class Broker(ABC):
     """One test's corner of a broker. `url` is a broker URL, `state_url` the Redis for live state."""
 
     kind: str
     url: str
     state_url: str
 
+    @abstractmethod
     def kill(self) -> None:
         """SIGKILL the broker's server."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self) -> None:
         """Start the server again with what it had on disk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pause(self) -> None:
         """Stop the server's process without ending it (SIGSTOP)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def resume(self) -> None:
         """Let a paused server go on."""
-        raise NotImplementedError
 
     def restart(self) -> None:
         """`kill` and `start`: what was confirmed is still there."""
         self.kill()
         self.start()
 
+    @abstractmethod
     def wait_saved(self, *queues: str) -> None:
         """Wait until a kill cannot make the broker forget these queues, or any that there is."""
 
+    @abstractmethod
     def wipe(self) -> None:
         """Lose everything at once: all queues, and all live state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def purge(self, queue: str) -> None:
         """Lose the messages that wait in one queue."""
-        raise NotImplementedError
 
+    @abstractmethod
     def queues(self) -> list[str]:
         """Names of the queues that hold something (Redis) or exist (RabbitMQ), without Celery's own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def depth(self, queue: str) -> Depth:
         """How many messages wait and are out; zeros for a queue that does not exist."""
-        raise NotImplementedError
 
     def wait_depth(
         self, queue: str, *, ready: int | None = None, unacked: int | None = None, timeout: float = 30
@@ -378,6 +380,9 @@ class RedisBroker(Broker):
 
     def resume(self) -> None:
         self.server.resume()
+
+    def wait_saved(self, *queues: str) -> None:
+        """Nothing to wait for: every write is in Redis' append-only file before it is answered."""
 
     def wipe(self) -> None:
         self.wipe_state()
