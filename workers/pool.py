@@ -95,7 +95,6 @@ class EnginePool(BasePool):  # type: ignore[misc]
         self._jobs: dict[int, Job] = {}
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._idle = 0
         self._lock = threading.Lock()
         self._settled = threading.Event()
         self._stopped = False
@@ -133,7 +132,9 @@ class EnginePool(BasePool):  # type: ignore[misc]
             if self._state != self.RUN:
                 return job
             self._queue.put(job)
-            if self._idle < self._queue.qsize() and len(self._threads) < MAX_THREADS:
+            # A thread for each chunk that is held. Counting idle threads would not do: one that has just been handed a
+            # chunk still looks idle, and the next chunk would wait until another has ended.
+            if len(self._threads) < min(len(self._jobs), MAX_THREADS):
                 name = f"chunk-{len(self._threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
                 self._threads.append(thread)
@@ -206,11 +207,8 @@ class EnginePool(BasePool):  # type: ignore[misc]
 
     def _work(self) -> None:
         while True:
-            with self._lock:
-                self._idle += 1
             job = self._queue.get()
             with self._lock:
-                self._idle -= 1
                 # Between the signal and now the pool may have closed: what has not started goes back to the queue.
                 if job is not None and self._state != self.RUN:
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
 import threading
@@ -122,6 +123,42 @@ def test_what_comes_through_the_tracer_requeues_and_keeps_the_slot(pool: EngineP
     after = Settled()
     pool.apply_async(lambda: "fine", **after.options())
     assert after.get() == "fine"
+
+
+class SlowHandOver:
+    """A queue that has given its first item away, and whose taker then does not run until `go` is set."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._first = True
+        self.given, self.go = threading.Event(), threading.Event()
+
+    def put(self, item: Any) -> None:
+        self._queue.put(item)
+
+    def qsize(self) -> int:
+        return self._queue.qsize()
+
+    def get(self) -> Any:
+        item = self._queue.get()
+        if self._first:
+            self._first = False
+            self.given.set()
+            assert self.go.wait(60)
+        return item
+
+
+def test_a_chunk_does_not_wait_for_a_thread_that_has_one(pool: EnginePool) -> None:
+    """Two chunks that come one right after the other run at the same time, however slowly the first thread starts."""
+    hand = SlowHandOver()
+    pool._queue = hand  # type: ignore[assignment]
+    both = threading.Barrier(2)
+    settled = Settled(), Settled()
+    pool.apply_async(lambda: both.wait(20), **settled[0].options("c0"))
+    assert hand.given.wait(60)
+    pool.apply_async(lambda: both.wait(20), **settled[1].options("c1"))
+    hand.go.set()
+    assert {settled[0].get(), settled[1].get()} == {0, 1}
 
 
 def test_terminating_names_the_chunk_and_a_person(pool: EnginePool, node: FakeNode) -> None:
