@@ -102,6 +102,7 @@ def test_weights_that_are_cut_short(tiny_settings: Settings, tmp_path: Path) -> 
 def test_command_names_every_problem_and_exits_2(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text(
         f"default: m\nmodels:\n  m@1:\n    source: {tmp_path}/none\n    hardware: {{gpus: 64}}\n"
+        "    engine: {max_num_seq: 4}\n"
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")}
     env |= {"BATCHMILL_MODELS": str(tmp_path / "models.yaml"), "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -112,3 +113,5 @@ def test_command_names_every_problem_and_exits_2(tmp_path: Path) -> None:
     assert found["model"]["level"] == "problem"
     assert "none is not a folder" in found["model"]["text"]
     assert found["devices"]["level"] == "problem"
+    assert found["engine"]["level"] == "problem"
+    assert "engine.max_num_seq: vLLM" in found["engine"]["text"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.errors import UsageError
 from common.registry import ModelVersion
 from common.settings import Settings
-from workers.engine import warm_up
+from workers.engine import arguments, warm_up
 from workers.models import digest as digests
 from workers.models import source as sources
 from workers.models.verify import present, settle
@@ -45,6 +45,8 @@ def check_all(model_version: str, entry: ModelVersion, settings: Settings, where
     found = [check_build(build, machine)]
     if found[0].level != "problem":
         found.append(check_import())
+        if build is not None and found[-1].level != "problem":
+            found.append(check_arguments(model_version, entry, settings, build))
     found.append(check_model(model_version, entry, settings, full=full))
     found.append(check_devices(entry, settings, build, machine))
     found.append(check_memory(entry, build, machine, weights_gb(model_version, entry, settings)))
@@ -92,6 +94,17 @@ def check_import() -> Finding:
 
     text = import_problem()
     return problem("import", text) if text else ok("import", "vLLM can be imported")
+
+
+def check_arguments(model_version: str, entry: ModelVersion, settings: Settings, build: tuple[str, str]) -> Finding:
+    """Does vLLM's own parser take what the entry and the settings say to the engine? After `check_import`."""
+    folder = sources.model_folder(model_version, entry, settings)
+    try:
+        values = arguments.engine_values(model_version, entry, settings, folder, cpu=build[0] == "cpu")
+        arguments.parse(model_version, values)
+    except UsageError as exc:
+        return problem("engine", str(exc))
+    return ok("engine", f"vLLM takes its arguments ({len(values)})")
 
 
 def check_model(model_version: str, entry: ModelVersion, settings: Settings, *, full: bool) -> Finding:
