@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from common.messages import Kind
 from common.urls import URL_CODE
 from tests.engine.bodies import GENERATE, POOLING, body
 from tests.engine.conftest import ANSWER_TOKENS, ENGINE, PROMPTS, Running
+from tests.support.chunks import make_chunk
+from tests.support.lane_runs import LaneFleet
 from tests.support.ports import wait_until
+from workers.abort import Abort
 from workers.engine.base import Answer, EngineDead
 from workers.outcome import judge
 
@@ -214,6 +218,35 @@ def test_many_at_once_fill_the_engine_and_get_their_own_answers(demo: Running) -
         return seen
 
     assert demo.thread.submit(most()).result(240) == ENGINE["max_num_seqs"]
+
+
+def test_equal_requests_are_computed_once(demo: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the lane, over two chunks, the first of which is cancelled while the engine computes for both."""
+    asked: list[bytes] = []
+    infer = demo.engine.infer
+
+    async def counted(url: str, raw: bytes) -> Answer:
+        asked.append(raw)
+        return await infer(url, raw)
+
+    greedy = body(CHAT, "Tell me one fact about the number 7.", 150, ignore_eos=True)
+    wanted = text_of(CHAT, demo.infer(CHAT, greedy))
+    monkeypatch.setattr(demo.engine, "infer", counted)
+    fleet = LaneFleet(demo.thread, tmp_path / "crumb", demo.model)
+    sampled = body(CHAT, "Tell me one fact about the number 7.", 60, temperature=1.0, ignore_eos=True)
+    first, second = fleet.together(
+        make_chunk([greedy] * 3, demo.model, cache="on"),
+        make_chunk([greedy] * 3 + [sampled] * 3, demo.model, cache="on"),
+    )
+    wait_until(lambda: demo.engine.stats().running > 0, 60, "the engine computes")
+    first.work.abort(Abort.USER)
+    assert first.join() == []
+    assert {batch: sorted(rows) for batch, rows in fleet.inside().items()} == {second.batch: [0, 3, 4, 5]}
+    assert second.shared() == [False, True, True, False, False, False]
+    texts = [line["response"]["body"]["choices"][0]["message"]["content"] for _, line in second.join()]
+    assert texts[:3] == [wanted] * 3
+    assert len(set(texts[3:])) == 3, "each was sampled for itself"
+    assert [json.loads(raw)["temperature"] for raw in asked] == [0, 1.0, 1.0, 1.0]
 
 
 def test_cached_prompt_tokens_are_counted(demo: Running) -> None:

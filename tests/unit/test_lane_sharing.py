@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.messages import Chunk, Kind, Results, decode_rows
+from common.messages import Chunk, Kind
 from common.registry import ModelVersion
 from common.settings import Settings
 from tests.support.chunks import chat, make_chunk
+from tests.support.lane_runs import LaneFleet
 from tests.support.ports import wait_until
-from workers import attempt, breadcrumb
+from workers import attempt
 from workers.abort import Abort
-from workers.breadcrumb import Breadcrumb
-from workers.cache.key import Space
-from workers.cache.memory import Memory
-from workers.chunk import ChunkRun, ChunkWork
 from workers.engine import echo
 from workers.engine.base import Answer
 from workers.engine_thread import EngineThread
-from workers.lane import Lane, inside_limit
 
 MODEL = "m@1"
 
@@ -51,83 +46,17 @@ class Held(echo.EchoEngine):
         return Answer(self._statuses.pop(0), b'{"error":{"message":"no"}}') if self._statuses else answer
 
 
-class Fleet:
-    """One engine and its lane; chunks run in threads of their own."""
+class Fleet(LaneFleet):
+    """The lane of an engine that holds its answers back."""
 
     def __init__(self, crumb: Path, statuses: list[int]) -> None:
         self.engine = Held(statuses)
-        self.thread = EngineThread(lambda: self.engine, lambda _: None)
-        self.thread.start()
-        self.crumb = Breadcrumb(crumb, node="n", model=MODEL, life="1", slots=inside_limit(4))
-        self.lane = Lane(self.thread, lambda: None, self.crumb)
-        self.space = Space(MODEL, "f")
-
-    def begin(self, chunk: Chunk) -> Run:
-        return Run(self, chunk)
-
-    def together(self, *chunks: Chunk) -> list[Run]:
-        """Begin chunks one after the other, each once the one before is through the queue."""
-        runs = []
-        for chunk in chunks:
-            runs.append(self.begin(chunk))
-            wait_until(runs[-1].entered.is_set, 5, "the rows are in the lane")
-        return runs
-
-    def inside(self) -> dict[str, list[int]]:
-        """What the breadcrumb names: batch → positions."""
-        found = breadcrumb.read(self.crumb.path)
-        assert found is not None
-        return {batch: rows for held in found.chunks for batch, rows in held.inside.items()}
+        thread = EngineThread(lambda: self.engine, lambda _: None)
+        thread.start()
+        super().__init__(thread, crumb, MODEL)
 
     def release(self) -> None:
         self.thread.call(self.engine.go.set)
-
-
-class Run:
-    """A chunk that runs."""
-
-    def __init__(self, fleet: Fleet, chunk: Chunk) -> None:
-        self.batch = chunk.slices[0].batch
-        self.sent: list[Results] = []
-        self.reason: Abort | None = None
-        self.entered = threading.Event()
-        rows = [decode_rows(part.rows) for part in chunk.slices]
-        self._number = fleet.crumb.hold(chunk)
-        self._crumb = fleet.crumb
-        self.work = ChunkWork(chunk, rows, fleet.thread, fleet.lane, self._number)
-        memory = Memory(None, fleet.space, chunk, share=True)
-        self._run = ChunkRun(chunk, self.work, "node", self.sent.append, memory)
-        start, loop = self.work.start, fleet.thread.loop
-
-        def started() -> None:
-            start()
-            # Two turns later: the tasks that the lane makes of the rows have run, so the engine was asked.
-            fleet.thread.call(loop.call_soon, loop.call_soon, self.entered.set)
-
-        self.work.start = started  # type: ignore[method-assign]
-        self._thread = threading.Thread(target=self._go, daemon=True)
-        self._thread.start()
-
-    def _go(self) -> None:
-        self.reason = self._run.run()
-        self._crumb.release(self._number)
-
-    def join(self) -> list[tuple[Kind, dict[str, Any]]]:
-        """Kind and line of every row, in order."""
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-        found: dict[int, tuple[Kind, dict[str, Any]]] = {}
-        for message in self.sent:
-            for part in message.parts:
-                lines = [msgspec.json.decode(line) for line in part.lines.splitlines()]
-                for at, line in enumerate(lines):
-                    pos = int.from_bytes(part.pos[4 * at : 4 * at + 4], "little")
-                    assert pos not in found
-                    found[pos] = Kind(part.kind[at]), line
-        return [found[pos] for pos in sorted(found)]
-
-    def shared(self) -> list[bool]:
-        return [line["batchmill"].get("shared", False) for _, line in self.join()]
 
 
 StartFleet = Callable[..., Fleet]
