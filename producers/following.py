@@ -58,15 +58,19 @@ class Meter:
     """Turns successive views into rates. Pure: the caller gives the time."""
 
     samples: deque[tuple[float, int, int, float]] = field(default_factory=deque)
+    _first: tuple[int, int, float] | None = None
 
     def add(self, seen: BatchView, now: float) -> Pace:
         """The pace at `now`, with this view as the newest sample."""
         done, tokens, work = seen.answered, generated(seen), seen.work_done
-        if not self.samples or self.samples[-1][1:] != (done, tokens, work):
+        if self._first is None:
+            self._first = (done, tokens, work)
+        # The first answers to come are where it begins, and no part of it: nobody saw when their work began (a model
+        # may have loaded before), and the time since the look before is far too short for them.
+        if (self.samples[-1][1:] if self.samples else self._first) != (done, tokens, work):
             self.samples.append((now, done, tokens, work))
-        elif len(self.samples) == 1:
-            # What was waited for before the first answer (a model that loads) is no part of the speed.
-            self.samples[0] = (now, done, tokens, work)
+        if not self.samples:
+            return Pace()
         while len(self.samples) > 2 and now - self.samples[1][0] > RATE_S:
             self.samples.popleft()
         start, done_then, tokens_then, work_then = self.samples[0]

@@ -82,7 +82,7 @@ def card(seen: BatchView, now: float, *, embedded: bool = False) -> Table:
         ("shared", f"{usage.shared:,} answered by equal requests' answers" if usage.shared else None),
         ("metadata", _users(", ".join(f"{k}={v}" for k, v in seen.metadata.items()))),
         ("submitted", f"{wording.ago(now - seen.created_at)} ago"),
-        ("took", _took(seen, now)),
+        ("took" if seen.finished_at is not None else "so far", _took(seen, now)),
     ]
     for name, value in rows:
         if value is not None:

@@ -24,11 +24,11 @@ def run(argv: Sequence[str]) -> int:
         with terminated_like_interrupted():
             return app(list(argv), prog_name="producers", standalone_mode=False)
 
-    return guard("producers", call)
+    return guard("producers", call, argv)
 
 
-def guard(name: str, call: Callable[[], Any]) -> int:
-    """Run `call`; its int is the exit code, None is 0, an exception is told in one line."""
+def guard(name: str, call: Callable[[], Any], argv: Sequence[str] = ()) -> int:
+    """Run `call`; its int is the exit code, None is 0, an exception is told in one line. `argv`: what it parses."""
     try:
         code = call()
     except say.PipeClosed:
@@ -46,7 +46,7 @@ def guard(name: str, call: Callable[[], Any]) -> int:
         usage = getattr(exc, "format_message", None)
         if usage is not None:  # the parser's own errors: an unknown option, a missing argument, no command at all
             said = _sentence(usage()) or "a command is missing"
-            return _tell(name, f"{said} (see {_help_of(exc, name)})", exits.INVALID)
+            return _tell(name, f"{said} (see {_help_of(exc, name, argv)})", exits.INVALID)
         _tell(name, f"unexpected {type(exc).__name__}: {exc}; this is a bug", exits.BUG)
         if os.environ.get(DEBUG) != "1":
             say.err(f"{name}: set {DEBUG}=1 and run it again to see the traceback")
@@ -80,6 +80,9 @@ def _sentence(text: str) -> str:
     return text[:1].lower() + text[1:].rstrip(".")
 
 
-def _help_of(exc: Exception, name: str) -> str:
+def _help_of(exc: Exception, name: str, argv: Sequence[str]) -> str:
     context = getattr(exc, "ctx", None)
-    return f"{context.command_path if context is not None else name} --help"
+    if context is not None:
+        return f"{context.command_path} --help"
+    # An option without its value: the parser does not say of which command, and no option stands before that.
+    return f"{name} {argv[0]} --help" if argv and argv[0].isalpha() else f"{name} --help"

@@ -105,6 +105,7 @@ def test_the_outcome_of_a_batch_is_the_code(status: str, failed: int, code: int)
         (["cancel", "batch_01k00000000000000000000000"], "no batch"),
         (["watch", "batch_01k00000000000000000000000"], "no batch"),
         (["--config", "/nonexistent.yaml", "list"], "/nonexistent.yaml: cannot be read"),
+        (["submit", "x", "--priority"], "requires an argument (see producers submit --help)"),
         (["submit", "x", "--output", ""], "'-o': is empty"),
         (["submit", "x", "--output", "-"], "'-o': must be a folder"),
         (["watch", "batch_01k00000000000000000000000", "-o", ""], "'-o': is empty"),

@@ -105,9 +105,10 @@ def _views(tmp_path: Path, *points: tuple[int, int]) -> list[BatchView]:
 
 def test_the_meter_tells_rates_and_the_time_left(tmp_path: Path) -> None:
     meter = Meter()
-    first, second, third = _views(tmp_path, (100, 1000), (200, 3000), (300, 5000))
-    assert meter.add(first, -100) == Pace()
-    # A model that loads is no part of the speed.
+    none, first, second, third = _views(tmp_path, (0, 0), (100, 1000), (200, 3000), (300, 5000))
+    assert meter.add(none, -100) == Pace()
+    # A model that loads is no part of the speed, nor are the answers that came between two looks a moment apart.
+    assert meter.add(none, -0.05) == Pace()
     assert meter.add(first, 0) == Pace()
     assert meter.add(second, 10) == Pace(10.0, 200.0, 80.0)
     assert meter.add(second, 20) == Pace(5.0, 100.0, 160.0)
