@@ -137,7 +137,9 @@ ANSWER_TOKENS = 48
 
 
 @pytest.fixture(scope="session")
-def direct_answers(demo_name: str, demo_entry: ModelVersion, settings: Settings) -> dict[str, str]:
+def direct_answers(
+    demo_name: str, demo_entry: ModelVersion, settings: Settings, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """The greedy answers of vLLM alone, in a process of its own: prompt → text of at most `ANSWER_TOKENS` tokens."""
     wanted = {
         "model": str(model_folder(demo_name, demo_entry, settings)),
@@ -149,6 +151,8 @@ def direct_answers(demo_name: str, demo_entry: ModelVersion, settings: Settings)
         [sys.executable, "-m", "tests.engine.direct"],
         input=json.dumps(wanted),
         cwd=ROOT,
+        # Left to itself it leaves its sockets in /tmp.
+        env=dict(os.environ) | {"VLLM_RPC_BASE_PATH": str(tmp_path_factory.mktemp("ipc"))},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
