@@ -72,7 +72,7 @@ def test_other_settings_reach_an_idle_fleet_and_a_busy_one_of_another_store_is_l
     second = shell.run("fleet", "status", "--json").json
     assert (second["pid"] != first["pid"], second["store"]) == (True, first["store"])
     shell.env["BATCHMILL_STORE_URL"] = str(shell.folder / "other")
-    in_other = shell.run("submit", str(shell.write("long.jsonl", [chat("b", "LONG")])), "--detach").out.strip()
+    in_other = shell.run("submit", str(shell.write("held.jsonl", [chat("b", "HELD")])), "--detach").out.strip()
     assert shell.run("fleet", "status", "--json").json["store"] == str(shell.folder / "other")
     del shell.env["BATCHMILL_STORE_URL"]
     refused = shell.run("submit", str(path), "-o", "three", code=3)
