@@ -90,6 +90,12 @@ KINDS: dict[str, Kind] = {
         # 8,960 tokens of some 22,000 in all prefixes.
         engine={"block_size": 128, "num_gpu_blocks_override": 70},
     ),
+    "small-blocks": Kind(
+        "the same in blocks of 32 tokens, as small as this CPU's attention takes them; a KV cache of 280 blocks",
+        lambda r: _prefixes(240, 48, 16, r),
+        2.0,
+        engine={"block_size": 32, "num_gpu_blocks_override": 280},
+    ),
     "duplicates": Kind("256 requests, half of them duplicates, temperature 0", lambda r: _duplicates(256, 64, r), 1.9),
     "again": Kind("the same file a second time", lambda r: _unique(256, 64, r), 20.0, cache="on", twice=True),
     "mixed": MIXED,

@@ -65,7 +65,7 @@ def test_a_bar_while_it_runs_ctrl_c_and_back(fleet: Shell) -> None:
     terminal = Terminal(fleet, "submit", str(path))
     batch_id = terminal.wait_for(r"batch_[0-9a-z]{26}")[0]
     terminal.wait_for(r"━ 20/21 +95%")
-    terminal.wait_for(r"in progress · ")
+    terminal.wait_for(r"in progress")
     terminal.type("\x03")
     terminal.wait_for(rf"producers watch {batch_id}")
     assert terminal.process.wait(60) == 130
