@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from common.errors import Unreachable, UsageError
 from common.settings import load
 from tests.support.brokers import RedisServer, redis_server
+from workers.cache.finished import Tally
 from workers.cache.key import Space
 from workers.cache.server import CacheServer
 from workers.cache.value import values
@@ -184,6 +185,55 @@ def test_a_command_changes_nothing_of_how_the_workers_set_the_server_up(
     assert found["policy"] == ("counts" if shared else "evicts")
     with redis_of_module.client(0) as client:
         assert client.config_get("maxmemory") == {"maxmemory": "0" if shared else str(1 << 28)}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_written_and_pushed_out_again_is_not_said_to_be_there(
+    server: CacheServer, run: Run, redis_of_module: RedisServer, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """On a server whose own bound is far below what the cache may have."""
+    made = fill(server, 3000, size=2000)
+    assert run("export", "all.bin", "--json")["entries"] == 3000
+    bound = 4 << 20
+    with redis_of_module.client(0) as client:
+        client.flushall()
+        if shared:
+            client.set("somebody's", "own")
+            client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", bound)
+
+    class Ended:
+        """A batch that has these answers."""
+
+        model = "m@1"
+        tally = Tally(lines=3001, determined=3000)
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def answers(self, **_: bool) -> Iterator[tuple[bytes, bytes]]:
+            yield from made.items()
+
+    monkeypatch.setattr("workers.cache.commands.FinishedBatch", Ended)
+    monkeypatch.setattr("workers.cache.commands.open_store", lambda *_, **__: None)
+    for argv, count in ((("import", "all.bin"), "entries"), (("warm", "--from", "batch_x"), "determined")):
+        done = run(*argv, "--json")
+        there = sum(
+            value is not None for at in range(0, 3000, 500) for value in held(server, [*made][at : at + 500]).values()
+        )
+        assert done[count] == 3000
+        assert done["written"] + done["pushed_out"] == 3000
+        assert 0 < done["written"] == there < 2500
+        assert done["capacity_bytes"] == bound
+        said = run(*argv)
+        assert f"{done[count]:,}" in said
+        assert "all of them" not in said
+        assert "pushed out again" in said
+    found = run("stats", "--json")
+    assert found["policy"] == ("counts" if shared else "evicts")
+    assert found["capacity_bytes"] == found["server_limit_bytes"] == bound
+    assert found["bytes"] <= found["server_bytes"]
+    assert "of 4.0 MB" in run("stats")
 
 
 def test_what_cannot_be_reached_or_is_not_there_is_one_line(

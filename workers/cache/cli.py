@@ -54,11 +54,13 @@ def import_entries(file: File, json: AsJson = False) -> None:
     """Put the entries of an exported FILE into the cache. A damaged file changes nothing."""
     from workers.cache import commands
 
-    count = commands.import_(file)
+    done = commands.import_(file)
     if json:
-        _print_json({"file": str(file), "entries": count})
-    else:
-        typer.echo(f"{file}: {count:,} entries imported")
+        _print_json(done)
+        return
+    there = "all of them" if done.written == done.entries else f"{done.written:,} of them"
+    typer.echo(f"{file}: {done.entries:,} entries, {there} in the cache now")
+    _say_pushed_out(done.pushed_out, done.capacity_bytes)
 
 
 @app.command()
@@ -73,7 +75,11 @@ def warm(
     if json:
         _print_json(done)
         return
-    typer.echo(f"{batch}: {done.written:,} of {done.lines:,} answers are determined and in the cache now")
+    there = "all of them" if done.written == done.determined else f"{done.written:,} of them"
+    typer.echo(f"{batch}: {done.determined:,} of {done.lines:,} answers are determined, {there} in the cache now")
+    _say_pushed_out(done.pushed_out, done.capacity_bytes)
+    if done.too_large:
+        typer.echo(f"{done.too_large:,} are larger than an entry may be and were left out", err=True)
     if done.unmarked:
         typer.echo(f"{done.unmarked:,} lines carry no fingerprint (an older release) and were left out", err=True)
 
@@ -96,14 +102,28 @@ def clear(
         typer.echo(f"{model or 'all models'}: {count:,} entries removed")
 
 
+def _say_pushed_out(count: int, capacity: int) -> None:
+    if count:
+        typer.echo(
+            f"{count:,} were pushed out again by what came after them: the cache has room for {_mb(capacity)}. Raise "
+            "cache.capacity_gb, and maxmemory where its server has a lower one (`workers cache stats`)"
+        )
+
+
 def _table(found: Stats) -> list[str]:
     share = found.bytes / found.capacity_bytes if found.capacity_bytes else 0.0
     said = [
         f"server      {found.url} ({_POLICIES[found.policy]})",
         f"entries     {found.entries:,}",
         f"memory      {_mb(found.bytes)} of {_mb(found.capacity_bytes)} ({share:.0%})",
-        f"pushed out  {found.evicted:,}",
     ]
+    limit = found.server_limit_bytes
+    if found.policy == "counts" and limit:
+        share = found.server_bytes / limit
+        said.append(
+            f"            {_mb(found.server_bytes)} of {_mb(limit)} ({share:.0%}) on the whole server (maxmemory)"
+        )
+    said.append(f"pushed out  {found.evicted:,}")
     if found.models:
         width = max(len("model"), *map(len, found.models))
         said += ["", f"{'model':<{width}}  {'hits':>12}  {'misses':>12}  {'hit rate':>8}  {'written':>12}"]

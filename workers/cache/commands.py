@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,12 @@ from common.settings import Settings
 from common.store import open_store
 from workers.cache.archive import Writer, read
 from workers.cache.finished import FinishedBatch
+from workers.cache.key import KEY_BYTES
 from workers.cache.server import KEYS_AT_ONCE, PATIENT_S, CacheServer
 from workers.cache.value import MAX_BODY, values
+
+#: Bytes of keys kept in memory before they go to a temporary file, and keys of one question whether they are there.
+_KEYS_IN_MEMORY, _KEYS_ASKED = 4 << 20, 1024
 
 
 class ModelFigures(msgspec.Struct, frozen=True):
@@ -33,13 +38,19 @@ class ModelFigures(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """`workers cache stats --json`. Sizes in bytes; `policy` is `evicts` or `counts` (docs/cache.md)."""
+    """`workers cache stats --json`. Sizes in bytes; `policy` is `evicts` or `counts` (docs/cache.md).
+
+    `capacity_bytes` is the bound that holds; `server_limit_bytes`: the server's `maxmemory` (0: it has none), which
+    whatever else is on the server (`server_bytes` in all) has a part in.
+    """
 
     url: str
     policy: str
     entries: int
     bytes: int
     capacity_bytes: int
+    server_bytes: int
+    server_limit_bytes: int
     evicted: int
     models: dict[str, ModelFigures]
 
@@ -50,9 +61,27 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     batch: str
     model: str
     lines: int
+    #: Answers that the cache may keep.
+    determined: int
+    #: Of these: in the cache when all had been written.
     written: int
+    #: Of these: larger than an entry may be.
+    too_large: int
+    #: The rest: written, and gone again before the end, mostly to make room for those that came later.
+    pushed_out: int
     #: Lines without a fingerprint, written by an older release.
     unmarked: int
+    capacity_bytes: int
+
+
+class Imported(msgspec.Struct, frozen=True, kw_only=True):
+    """`workers cache import --json`. `entries` of the file; of these, `written` were there when all had gone in."""
+
+    file: str
+    entries: int
+    written: int
+    pushed_out: int
+    capacity_bytes: int
 
 
 def stats() -> Stats:
@@ -67,6 +96,8 @@ def stats() -> Stats:
         entries=facts.entries,
         bytes=facts.bytes,
         capacity_bytes=facts.capacity,
+        server_bytes=facts.server_bytes,
+        server_limit_bytes=facts.server_limit,
         evicted=facts.evicted,
         models=models,
     )
@@ -99,23 +130,23 @@ def export(file: Path, model: str | None) -> tuple[int, int]:
     return writer.count, size
 
 
-def import_(file: Path) -> int:
+def import_(file: Path) -> Imported:
     """Put the entries of a file into the cache; all of it is checked before the first one goes in."""
     settings = _settings()
     sealed = values(settings)
     if file.exists() and not file.is_file():
         raise UsageError(f"{file}: is not a regular file, which can be read twice")
-    count = 0
-    with _server(settings) as server, _errors(file), open(file, "rb") as source:
+    with _server(settings) as server, _errors(file), open(file, "rb") as source, _Put(server) as put:
         for _ in read(source, str(file)):
             pass
         source.seek(0)
         for entries in read(source, str(file)):
             for at in range(0, len(entries), KEYS_AT_ONCE):
-                part = entries[at : at + KEYS_AT_ONCE]
-                _put(server, [(key, sealed.seal(key, frame)) for key, frame in part], count)
-                count += len(part)
-    return count
+                put.add([(key, sealed.seal(key, frame)) for key, frame in entries[at : at + KEYS_AT_ONCE]])
+        there, capacity = put.present(), server.facts().capacity
+    return Imported(
+        file=str(file), entries=put.count, written=there, pushed_out=put.count - there, capacity_bytes=capacity
+    )
 
 
 def warm(batch_id: str) -> Warmed:
@@ -126,27 +157,36 @@ def warm(batch_id: str) -> Warmed:
     if entry is not None and entry.cache == "off":
         raise UsageError(f"model {batch.model}: models.yaml says `cache: off`")
     sealed = values(settings)
-    written = 0
-    with _server(settings) as server:
+    too_large = 0
+    with _server(settings) as server, _Put(server) as put:
         held: list[tuple[bytes, bytes]] = []
         for key, body in batch.answers(everything=entry is not None and entry.cache == "all"):
             if len(body) > MAX_BODY:
+                too_large += 1
                 continue
             held.append((key, sealed.pack(key, body)))
             if len(held) == KEYS_AT_ONCE:
-                _put(server, held, written)
-                written += len(held)
+                put.add(held)
                 held.clear()
-        if held:
-            _put(server, held, written)
-            written += len(held)
+        put.add(held)
+        there, capacity = put.present(), server.facts().capacity
     tally = batch.tally
     if tally.lines and tally.unmarked == tally.lines:
         raise UsageError(
             f"batch {batch_id}: its lines carry no fingerprint (an older release wrote them), so nobody can tell which "
             "engine they are true of; nothing was written"
         )
-    return Warmed(batch=batch_id, model=batch.model, lines=tally.lines, written=written, unmarked=tally.unmarked)
+    return Warmed(
+        batch=batch_id,
+        model=batch.model,
+        lines=tally.lines,
+        determined=tally.determined,
+        written=there,
+        too_large=too_large,
+        pushed_out=put.count - there,
+        unmarked=tally.unmarked,
+        capacity_bytes=capacity,
+    )
 
 
 def clear(model: str | None) -> int:
@@ -197,14 +237,42 @@ def _server(settings: Settings) -> Iterator[CacheServer]:
         server.close()
 
 
-def _put(server: CacheServer, entries: list[tuple[bytes, bytes]], before: int) -> None:
-    try:
-        server.put(entries)
-    except OutOfMemoryError:
-        raise UsageError(
-            f"the cache's server is full and pushes nothing out; {before} entries were written. Give it memory, or a "
-            "policy that evicts (allkeys-lru)"
-        ) from None
+class _Put:
+    """Writes entries and knows their keys, so that the end can tell which of them are still there."""
+
+    def __init__(self, server: CacheServer) -> None:
+        self._server = server
+        # No larger in memory for a batch of millions.
+        self._keys = tempfile.SpooledTemporaryFile(_KEYS_IN_MEMORY)  # noqa: SIM115
+        self.count = 0
+
+    def __enter__(self) -> _Put:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._keys.close()
+
+    def add(self, entries: list[tuple[bytes, bytes]]) -> None:
+        """Write some; `UsageError` when the server takes nothing more."""
+        if not entries:
+            return
+        try:
+            self._server.put(entries)
+        except OutOfMemoryError:
+            raise UsageError(
+                f"the cache's server is full and pushes nothing out; {self.count} entries were written. Give it "
+                "memory, or a policy that evicts (allkeys-lru)"
+            ) from None
+        self._keys.write(b"".join(key for key, _ in entries))
+        self.count += len(entries)
+
+    def present(self) -> int:
+        """How many of all that were written are there now."""
+        self._keys.seek(0)
+        found = 0
+        while data := self._keys.read(_KEYS_ASKED * KEY_BYTES):
+            found += self._server.present([data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)])
+        return found
 
 
 @contextlib.contextmanager

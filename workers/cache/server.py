@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,8 +58,12 @@ class ServerFacts:
     policy: Policy
     entries: int
     bytes: int
+    #: The bound that holds: the cache's own, or the server's `maxmemory` where that is less.
     capacity: int
     evicted: int
+    #: Memory of the whole server, whoever uses it, and its `maxmemory` (0: none).
+    server_bytes: int
+    server_limit: int
     #: Changes when the server starts anew.
     run_id: str
 
@@ -72,6 +77,8 @@ class CacheServer:
         self._timeout_s = timeout_s
         self.capacity = int(settings.cache.capacity_gb * (1 << 30))
         self.policy: Policy = "evicts"
+        #: What of the capacity a smaller server was found to have room for.
+        self._room = sys.maxsize
         self._redis = redis.Redis.from_url(
             settings.cache.url,
             socket_timeout=timeout_s,
@@ -116,23 +123,29 @@ class CacheServer:
     def facts(self) -> ServerFacts:
         """Figures of the moment."""
         info: Any = self._redis.info()
+        whole, limit = int(info["used_memory"]), int(info.get("maxmemory", 0))
+        capacity = self.capacity
         if self.policy == "evicts":
             entries = int(cast(Any, self._redis.dbsize())) - int(
                 cast(Any, self._redis.exists(EPOCH, COUNTS, LRU, BYTES, EVICTED, CAPACITY))
             )
-            used, evicted = int(info["used_memory"]), int(info.get("evicted_keys", 0))
-            capacity = int(info.get("maxmemory", 0)) or self.capacity
+            used, evicted = whole, int(info.get("evicted_keys", 0))
+            capacity = limit or capacity
         else:
             entries = int(cast(Any, self._redis.zcard(LRU)))
             found = cast(list[bytes | None], self._redis.mget([BYTES, EVICTED]))
             used, evicted = (int(n or 0) for n in found)
-            capacity = self.capacity
-        return ServerFacts(self.policy, entries, used, capacity, evicted, str(info["run_id"]))
+            capacity = min(capacity, limit or capacity)
+        return ServerFacts(self.policy, entries, used, capacity, evicted, whole, limit, str(info["run_id"]))
 
     def get(self, keys: Sequence[bytes]) -> tuple[bytes, list[bytes | None]]:
         """The epoch, and the values of keys, None where there is none."""
         found = cast(list[bytes | None], self._redis.mget([EPOCH, *(PREFIX + key for key in keys)]))
         return found[0] or b"", found[1:]
+
+    def present(self, keys: Sequence[bytes]) -> int:
+        """How many of these keys have an entry; does not count as use."""
+        return int(cast(Any, self._redis.exists(*(PREFIX + key for key in keys)))) if keys else 0
 
     def put(self, entries: Sequence[tuple[bytes, bytes]]) -> None:
         """Write `(key, value)`s; `OutOfMemoryError` when the server takes nothing more."""
@@ -146,13 +159,15 @@ class CacheServer:
         flat = [part for entry in entries for part in entry]
         arguments: list[bytes | float] = [time.time(), ttl or 0, PREFIX, *flat]
         try:
-            self._put(keys=[LRU, BYTES, EVICTED], args=[self.capacity, *arguments])
+            self._put(keys=[LRU, BYTES, EVICTED], args=[min(self._room, self.capacity), *arguments])
         except OutOfMemoryError:
             # A server that is smaller than the capacity said: live with what it has.
             used = int(cast(Any, self._redis.get(BYTES)) or 0)
-            self.capacity = max(1, used - used // 10)
-            self._evict(keys=[LRU, BYTES, EVICTED], args=[self.capacity, PREFIX])
-            self._put(keys=[LRU, BYTES, EVICTED], args=[self.capacity, *arguments])
+            # On a very small one a tenth is less than what comes, which the server holds a second time as a command.
+            coming = sum(len(value) + scripts.OVERHEAD for _, value in entries)
+            self._room = max(1, used - max(used // 10, 2 * coming))
+            self._evict(keys=[LRU, BYTES, EVICTED], args=[self._room, PREFIX])
+            self._put(keys=[LRU, BYTES, EVICTED], args=[self._room, *arguments])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keys have been used just now, whether or not by asking this server."""
