@@ -9,9 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from common import registry
+from common import plain_yaml, registry
 from common.live import LiveState
 from common.registry import ModelVersion
 from common.settings import load
@@ -43,9 +41,9 @@ class Fleet:
         """`engine`: arguments beside the model's entry; `settings`: environment of every role; `worker`: its module."""
         self.folder = folder
         self.env = make_fleet_env(folder, redis_url, redis_url) | {"BATCHMILL_INFERENCE_ENGINE": "vllm"}
-        whole = yaml.safe_load((ROOT / "config" / "models.yaml").read_text("utf-8"))
+        whole = plain_yaml.parse((ROOT / "config" / "models.yaml").read_text("utf-8"))
         whole["models"][MODEL]["engine"] |= engine or {}
-        (folder / "models.yaml").write_text(yaml.safe_dump(whole))
+        (folder / "models.yaml").write_text(plain_yaml.dump(whole))
         self.env["BATCHMILL_MODELS"] = str(folder / "models.yaml")
         models = os.environ.get("BATCHMILL_INFERENCE_MODELS_DIR")
         # The fleet's home is empty; pulled models lie in the user's.

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from common import engine_arguments
+from common.conversion import convert
 from common.errors import UsageError
-from common.settings import plain_error, read_yaml
+from common.settings import read_yaml
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}@[a-z0-9][a-z0-9_-]{0,31}$")
 
@@ -135,10 +136,7 @@ def load(path: Path | None = None, env: Mapping[str, str] = os.environ) -> Regis
     if path is None:
         raise UsageError("no models.yaml found; set BATCHMILL_MODELS or run where config/models.yaml is")
     raw = read_yaml(path)
-    try:
-        file = msgspec.convert(raw, _File)
-    except msgspec.ValidationError as exc:
-        raise UsageError(plain_error(str(exc), str(path), {})) from None
+    file = convert(raw, _File, str(path))
     for name in file.models:
         if not _NAME.match(name):
             raise UsageError(

@@ -17,6 +17,7 @@ import msgspec
 import yaml
 
 from common import plain_yaml
+from common.conversion import convert
 from common.errors import UsageError
 
 Strict = {"forbid_unknown_fields": True, "frozen": True, "kw_only": True}
@@ -273,22 +274,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def _convert(raw: dict[str, Any], where: str, sources: Mapping[str, str] | None = None) -> Settings:
     # A section that is present and empty (`cache:`) means its defaults.
     cleaned = {k: ({} if v is None else v) for k, v in raw.items()}
-    try:
-        return msgspec.convert(cleaned, Settings)
-    except msgspec.ValidationError as exc:
-        raise UsageError(plain_error(str(exc), where, sources or {})) from None
-
-
-def plain_error(text: str, where: str, sources: Mapping[str, str]) -> str:
-    """`Expected `int`, got `str` - at `$.scheduler.queue_size`` as `fleet.yaml: scheduler.queue_size: …`."""
-    what, _, at = text.partition(" - at `$")
-    key = at.rstrip("`").lstrip(".")
-    name = next((v for k, v in sources.items() if key == k or key.startswith((f"{k}[", f"{k}."))), None)
-    place = f"{name} ({key})" if name else f"{where}: {key}" if key else where
-    if what.startswith("Object contains unknown field"):
-        field = what.split("`")[1]
-        return f"{where}: unknown key '{key + '.' if key else ''}{field}'; docs/settings.md lists the keys"
-    return f"{place}: {what[0].lower()}{what[1:].replace('`', '')}"
+    return convert(cleaned, Settings, where, sources)
 
 
 def _override(raw: dict[str, Any], env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:

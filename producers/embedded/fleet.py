@@ -17,10 +17,9 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
-import yaml
 from blake3 import blake3
 
-from common import places
+from common import places, plain_yaml
 from common.errors import Unreachable, UsageError
 from common.machine import physical_memory
 from common.registry import Registry
@@ -294,7 +293,7 @@ def _prepare(
             made = ensure_keys(where.keys)
         fields = {n: getattr(security, n) or made[n] for n in NAMES}
         complete = msgspec.structs.replace(complete, security=msgspec.structs.replace(security, **fields))
-    text = yaml.safe_dump(msgspec.to_builtins(complete), sort_keys=True).encode()
+    text = plain_yaml.dump(msgspec.to_builtins(complete)).encode()
     child_env = {k: v for k, v in env.items() if k not in _setting_variables()}
     child_env |= {
         "BATCHMILL_CONFIG": str(where.settings),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
-from common import registry, settings
+from common import plain_yaml, registry, settings
 from common.engine_arguments import argument
 from common.errors import UsageError
 
@@ -57,6 +58,7 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
         ("cache:\n  local_mb: 1\n  local_mb: 2", ["fleet.yaml:3", "'local_mb' is given twice"]),
         ("telemetry: {metrics_port: 65536}", ["telemetry.metrics_port", "too large", "65535"]),
         ("telemetry: {metrics_port: -1}", ["telemetry.metrics_port", "too small"]),
+        ("scheduler: {tenants: {a: 1, b: many}}", ["scheduler.tenants.b", "expected float"]),
         ("scheduler: {tenants: {'': 2}}", ["scheduler.tenants", "1 to 64 letters"]),
     ],
 )
@@ -154,6 +156,52 @@ def test_every_number_is_one(tmp_path: Path, number: str) -> None:
                 settings.load(write(tmp_path, ""), env={name: text})
 
 
+def test_a_plain_word_is_a_word(tmp_path: Path) -> None:
+    """YAML 1.1 reads booleans, sixty-based numbers, octal ones and dates out of these; YAML 1.2 does not."""
+    for word in ("on", "off", "Yes", "no", "n", "1:30", "2026-11-30", "1_000", "0b11", "="):
+        assert settings.read_yaml(write(tmp_path, f"a: {word}")) == {"a": word}
+    numbers = "[010, 0o17, 0x1F, -3, 1e3, .5, true, False, null, ~, ]"
+    assert plain_yaml.parse(numbers) == [10, 15, 31, -3, 1000.0, 0.5, True, False, None, None]
+    assert plain_yaml.parse("{on: 1, ? , }") == {"on": 1, None: None}
+    for mode in ("off", "on"):
+        assert settings.load(write(tmp_path, f"cache: {{mode: {mode}}}"), env={}).cache.mode == mode
+    models = registry.load(write(tmp_path, "models:\n  a@1:\n    source: /x\n    cache: off\n", "models.yaml"))
+    assert models.get("a@1").cache == "off"
+    with pytest.raises(UsageError, match="expected bool, got str; write true or false"):
+        settings.load(write(tmp_path, "scheduler: {sticky_prefixes: off}"), env={})
+
+
+def test_what_is_dumped_is_read_as_it_was() -> None:
+    """By this reader and by one of YAML 1.1: each text that either takes for something else is quoted."""
+    texts = [
+        "off",
+        "on",
+        "y",
+        "1e5",
+        "0o17",
+        "010",
+        "1:30",
+        "1_000",
+        "2026-11-30",
+        "",
+        "~",
+        "null",
+        ".5",
+        "<<",
+        "=",
+        "é",
+    ]
+    value = {"texts": texts, "numbers": [1, -0.5, 1e20, 1e-7], "others": [True, None], **dict.fromkeys(texts, 1)}
+    assert plain_yaml.parse(plain_yaml.dump(value)) == value
+    assert yaml.safe_load(plain_yaml.dump(value)) == value
+
+
+@pytest.mark.parametrize("text", ["a: !!int x", "a: !!float x", f"a: {'9' * 5000}", f"a: {'[' * 5000}"])
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="is not valid YAML"):
+        settings.load(write(tmp_path, text), env={})
+
+
 def test_a_key_may_stand_above_what_is_merged(tmp_path: Path) -> None:
     text = "cache: &c {local_mb: 1, mode: read}\nscheduler: {}\n"
     assert settings.load(write(tmp_path, text.replace("{}", "{shards: 2}")), env={}).scheduler.shards == 2
@@ -213,7 +261,11 @@ def test_the_registry_resolves_names(tmp_path: Path) -> None:
         ("models: {Tiny@1: {source: /x}}", ["'Tiny@1'", "name@version"]),
         ("models: {tiny: {source: /x}}", ["'tiny'", "name@version"]),
         ("models: {tiny@1: {}}", ["models", "source"]),
-        ("models: {tiny@1: {source: /x, sorce: 1}}", ["unknown key", "sorce"]),
+        ("models: {tiny@1: {source: /x, sorce: 1}}", ["unknown key 'models.tiny@1.sorce'"]),
+        ("models: {a@1: {source: /x}, b@1: {source: /x, cache: true}}", ["models.b@1.cache", "got bool"]),
+        ("models: {a@1: {source: /x, warm_up: [hello, 3]}}", ["models.a@1.warm_up[1]", "got int"]),
+        ("models: {a@1: {source: /x}, b@1: {source: /x}}\ncurrent: {a: '1', b: 1}", ["current.b: ", "quotes"]),
+        ("models: {a@1: {source: /x}}\ncurrent: {1: '1'}", ["models.yaml: current: a key is no text", "quotes"]),
         ("models: {tiny@1: {source: /x}}\ncurrent: {tiny: '3'}", ["current.tiny", "tiny@3"]),
         ("models: {tiny@1: {source: /x}}\ndefault: big", ["unknown model 'big'", "tiny@1"]),
         *(

@@ -35,7 +35,7 @@ def with_values(text: str, model: str, values: dict[str, int], figures: str, whe
     """The text with `values` among the engine's arguments of `model`, and `figures` in a comment above its entry."""
     by_hand = "set " + ", ".join(f"{name}: {value}" for name, value in values.items()) + " by hand"
     try:
-        key, entry = _entry(yaml.compose(text, yaml.SafeLoader), model)
+        key, entry = _entry(plain_yaml.compose(text), model)
     except (yaml.YAMLError, KeyError):
         raise UsageError(f"{where}: the entry of {model} was not found; {by_hand}") from None
     edits = [*_engine_edits(entry, values, text), _comment(key, text, figures)]
