@@ -39,6 +39,12 @@ _COUNTS = {
 #: Numbers that vLLM also takes as `8k`, `25.6k` or `1M`.
 _SIZES = frozenset({"kv_cache_memory_bytes", "max_model_len", "max_num_batched_tokens"})
 _SIZE = re.compile(r"[1-9]\d*|\d+(\.\d+)?[kKmMgGtT]", re.ASCII)
+#: What the letters stand for: as vLLM has it, small ones are decimal.
+_UNITS = {
+    letter: base**power
+    for power, pair in enumerate(("kK", "mM", "gG", "tT"), 1)
+    for letter, base in zip(pair, (1000, 1024), strict=True)
+}
 _SWITCHES = frozenset({"enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "trust_remote_code"})
 _WORDS = frozenset({"dtype", "kv_cache_dtype", "load_format", "quantization", "tokenizer"})
 
@@ -46,6 +52,24 @@ _WORDS = frozenset({"dtype", "kv_cache_dtype", "load_format", "quantization", "t
 def argument(engine: Mapping[str, Any], name: str) -> Any:
     """The value of an argument, however its key is spelt (`max_num_seqs`, `max-num-seqs`); None: it is not there."""
     return next((value for key, value in engine.items() if key.replace("-", "_") == name), None)
+
+
+def size(value: Any) -> int | None:
+    """A size such as 8192, `8k` or `8K` as a number; None for what names none (`auto`, -1)."""
+    text = str(value)
+    if isinstance(value, bool) or not _SIZE.fullmatch(text):
+        return None
+    unit = _UNITS.get(text[-1])
+    return int(text) if unit is None else int(float(text[:-1]) * unit)
+
+
+def context(engine: Mapping[str, Any], otherwise: int | None) -> int | None:
+    """Tokens of prompt and answer together that an engine takes, as far as its settings say.
+
+    `otherwise`: `inference.max_seq_len`, which an entry of models.yaml goes before; None: the model's own length.
+    """
+    said = argument(engine, "max_model_len")
+    return otherwise if said is None else size(said)
 
 
 def fault(engine: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -14,12 +14,14 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from common.determined import canonical, determined, read
+from common.engine_arguments import argument
 from common.errors import InvalidInput, UsageError
 from common.places import models_dir
 from common.registry import ModelVersion, Registry
 from common.settings import Settings
+from producers.analyze.context import context_of, room
 from producers.analyze.kv_cache import KvCache
-from producers.analyze.prompts import Asked, asked
+from producers.analyze.prompts import asked
 from producers.analyze.report import Analysis, Duplicates, Forecast, KvUse, forecasts
 from producers.analyze.tokens import Blocks, Counter, counter
 from producers.intake.external_sort import ExternalSort
@@ -43,15 +45,17 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 class _Tally:
     """Counts, window by window."""
 
-    def __init__(self, count: Counter, kv_tokens: int, block: int) -> None:
+    def __init__(self, count: Counter, kv_tokens: int, block: int, context: int | None) -> None:
         self._counter = count
+        self._context = context
         self._block = block
         self._arrival = KvCache(kv_tokens // block)
         self._planned = KvCache(kv_tokens // block)
         self._planner = Planner()
         self._requests = ExternalSort(_REQUESTS, "hash")
         self._blocks = ExternalSort(_BLOCKS, "hash")
-        self.requests = 0
+        #: Valid ones, and those of them that the engine will refuse, which no other figure has.
+        self.requests = self.too_long = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.cached = {"arrival": 0, "planned": 0}
@@ -60,18 +64,19 @@ class _Tally:
     def add(self, rows: Sequence[WindowRow]) -> None:
         """Valid rows of a window, in the order of the file; at least one."""
         records = np.zeros(len(rows), _REQUESTS)
-        wanted: list[Asked] = []
+        prompts = self._counter.count([asked(row[3], row[4]) for row in rows], self._block)
+        fits = np.ones(len(rows), bool)
         for number, (_, _, _, url, body, _, _, output) in enumerate(rows):
             fields = read(body)
+            tokens = [prompt.tokens for prompt in prompts[number]]
+            answer = output if self._context is None else room(self._context, url, fields, tokens, output)
+            fits[number] = answer is not None
             records[number] = (
                 xxh3_64_intdigest(_encode([url, canonical(url, fields)])),
-                0,
-                output,
+                sum(tokens),
+                answer or 0,
                 determined(url, fields),
             )
-            wanted.append(asked(url, body))
-        prompts = self._counter.count(wanted, self._block)
-        records["prompt"] = [sum(p.tokens for p in one) for one in prompts]
         answers = records["output"].tolist()
         _, _, _, _, bodies, keys, costs, outputs = zip(*rows, strict=True)
         for name, cache, places in (
@@ -79,12 +84,15 @@ class _Tally:
             ("planned", self._planned, self._planner.order(keys, bodies, costs, outputs).places),
         ):
             for at in places:
-                self.cached[name] += self._enter(cache, prompts[at], answers[at])
-        chains = [block for one in prompts for p in one for block in p.chain]
+                if fits[at]:
+                    self.cached[name] += self._enter(cache, prompts[at], answers[at])
+        chains = [block for one, fit in zip(prompts, fits, strict=True) if fit for p in one for block in p.chain]
+        records = records[fits]
         self._all_blocks += len(chains)
         self._blocks.add(np.unique(np.array(chains, "<u8")).view(_BLOCKS))
         self._requests.add(records)
         self.requests += len(rows)
+        self.too_long += len(rows) - len(records)
         self.prompt_tokens += int(records["prompt"].sum(dtype=np.uint64))
         self.output_tokens += int(records["output"].sum(dtype=np.uint64))
 
@@ -165,6 +173,7 @@ class _Lazy:
         self.model = ""
         self.kv_tokens, self.block = kv_tokens, block_tokens
         self.kv_said = "as asked"
+        self.context: int | None = None
         self.counter: Counter | None = None
 
     def add(self, rows: Sequence[WindowRow], _start: int, _end: int, /) -> None:
@@ -179,14 +188,15 @@ class _Lazy:
         folder = _model_folder(self.model, entry, self._settings)
         self.counter = counter(self.model, folder)
         if self.block is None:
-            said = _argument(entry, "block_size")
+            said = argument(entry.engine, "block_size")
             usual = CPU_BLOCK if entry.hardware.gpus == 0 else GPU_BLOCK
             self.block = said if isinstance(said, int) and said > 0 else usual
         if self.kv_tokens is None:
             self.kv_tokens, self.kv_said = _kv_tokens(entry, folder, self.block)
         if self.kv_tokens < self.block:
             raise UsageError(f"--kv-tokens: {self.kv_tokens} is less than one block of {self.block} tokens")
-        return _Tally(self.counter, self.kv_tokens, self.block)
+        self.context = context_of(entry, self._settings, folder)
+        return _Tally(self.counter, self.kv_tokens, self.block, self.context)
 
 
 def _report(name: str, invalid: int, lazy: _Lazy, tally: _Tally, registry: Registry) -> Analysis:
@@ -204,12 +214,15 @@ def _report(name: str, invalid: int, lazy: _Lazy, tally: _Tally, registry: Regis
         model=lazy.model,
         requests=tally.requests,
         invalid=invalid,
+        too_long=tally.too_long,
+        context=lazy.context,
         counted=lazy.counter.said,
         exact=lazy.counter.exact,
         prompt_tokens=tally.prompt_tokens,
         output_tokens=tally.output_tokens,
         shared_prefix_tokens=tally.shared_tokens(),
         duplicates=duplicates,
+        cache=registry.get(lazy.model).cache,
         kv_tokens=lazy.kv_tokens,
         kv_said=lazy.kv_said,
         block_tokens=lazy.block,
@@ -217,10 +230,6 @@ def _report(name: str, invalid: int, lazy: _Lazy, tally: _Tally, registry: Regis
         planned=use["planned"],
         forecasts=found,
     )
-
-
-def _argument(entry: ModelVersion, name: str) -> object:
-    return next((value for key, value in entry.engine.items() if key.replace("-", "_") == name), None)
 
 
 def _model_folder(model: str, entry: ModelVersion, settings: Settings) -> Path | None:
@@ -235,7 +244,7 @@ def _model_folder(model: str, entry: ModelVersion, settings: Settings) -> Path |
 
 def _kv_tokens(entry: ModelVersion, folder: Path | None, block: int) -> tuple[int, str]:
     """How many tokens the KV cache of one worker holds, and how that is known."""
-    blocks = _argument(entry, "num_gpu_blocks_override")
+    blocks = argument(entry.engine, "num_gpu_blocks_override")
     if isinstance(blocks, int) and blocks > 0:
         return blocks * block, "num_gpu_blocks_override of models.yaml"
     if entry.hardware.gpus == 0 and folder is not None:

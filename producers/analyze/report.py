@@ -32,7 +32,7 @@ class Seconds(msgspec.Struct, frozen=True, kw_only=True):
 
     arrival: float
     planned: float
-    #: In planned order, and determined duplicates computed once.
+    #: In planned order, and determined duplicates computed once, where the model's `cache` in models.yaml allows it.
     deduplicated: float
 
 
@@ -43,15 +43,20 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Seconds
     cost: Seconds | None
     currency: str
+    #: `cache` of its entry in models.yaml; with `off` every duplicate is computed.
+    cache: str
 
 
 class Analysis(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `producers analyze`. Token counts are of all valid requests."""
+    """The JSON of `producers analyze`. Token counts are of all valid requests but those that are too long."""
 
     file: str
     model: str
     requests: int
     invalid: int
+    #: Valid ones whose prompts leave no room in the model's context (tokens; None: not known): the engine refuses them.
+    too_long: int
+    context: int | None
     #: How prompts were counted, and whether that is what the engine will count.
     counted: str
     exact: bool
@@ -61,6 +66,8 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     #: Prompt tokens in full blocks that some earlier prompt begins with as well.
     shared_prefix_tokens: int
     duplicates: Duplicates
+    #: `cache` of the model's entry in models.yaml.
+    cache: str
     kv_tokens: int
     #: Where the size is from.
     kv_said: str
@@ -85,6 +92,8 @@ def forecasts(
         # Of a duplicate's prompt only what the KV cache would not have saved anyway.
         saved = duplicates.prompt_tokens * share / rates.prompt_tokens_per_s
         saved += duplicates.output_tokens / rates.output_tokens_per_s
+        if entry.cache == "off":
+            saved = 0.0
         seconds = Seconds(
             arrival=round(use["arrival"].computed_tokens / rates.prompt_tokens_per_s + answers, 3),
             planned=round(planned, 3),
@@ -94,5 +103,5 @@ def forecasts(
         if rates.cost_per_hour is not None:
             hour = rates.cost_per_hour / 3600
             cost = Seconds(**{name: round(getattr(seconds, name) * hour, 4) for name in seconds.__struct_fields__})
-        found.append(Forecast(model=model, seconds=seconds, cost=cost, currency=rates.currency))
+        found.append(Forecast(model=model, seconds=seconds, cost=cost, currency=rates.currency, cache=entry.cache))
     return found

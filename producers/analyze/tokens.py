@@ -28,10 +28,17 @@ class Blocks(NamedTuple):
 
 
 class Counter(Protocol):
-    """Counts tokens. `exact`: as the engine will; `said`: how, for people."""
+    """Counts tokens."""
 
-    exact: bool
-    said: str
+    @property
+    def exact(self) -> bool:
+        """As the engine will, as far as counted by now."""
+        ...
+
+    @property
+    def said(self) -> str:
+        """How, for people, as far as counted by now."""
+        ...
 
     def count(self, requests: Sequence[Asked], block: int) -> list[list[Blocks]]:
         """The prompts of each request, in blocks of `block` tokens."""
@@ -68,15 +75,30 @@ class ByBytes:
 class ByTokenizer:
     """The model's `tokenizer.json` and chat template."""
 
-    exact = True
-
     def __init__(self, model: str, tokenizer: Any, render: Callable[[Asked], str] | None) -> None:
+        self._model = model
         self._tokenizer = tokenizer
         self._render = render
-        self.exact = render is not None
-        self.said = f"by the tokenizer of {model}"
-        if render is None:
-            self.said += ", without its chat template"
+        self._conversations = self._plain = 0
+        self._why = ""
+
+    @property
+    def exact(self) -> bool:
+        """See `Counter`."""
+        return not self._plain
+
+    @property
+    def said(self) -> str:
+        """See `Counter`."""
+        said = f"by the tokenizer of {self._model}"
+        if not self._plain:
+            return said
+        if self._render is None:
+            return f"{said}, without its chat template"
+        return (
+            f"{said}, but {self._plain:,} of {self._conversations:,} conversations without its chat template, which "
+            f"failed on them ({self._why}), as the engine may"
+        )
 
     def count(self, requests: Sequence[Asked], block: int) -> list[list[Blocks]]:
         """See `Counter`."""
@@ -101,12 +123,14 @@ class ByTokenizer:
 
     def _rendered(self, asked: Asked) -> str:
         assert asked.messages is not None
+        self._conversations += 1
         if self._render is not None:
             try:
                 return self._render(asked)
-            except Exception:
+            except Exception as exc:
                 # A template may refuse a conversation, as the engine will then, or need what only the engine has.
-                self.exact = False
+                self._why = self._why or f"{type(exc).__name__}: {exc}".splitlines()[0][:120]
+        self._plain += 1
         return plain(asked.messages)
 
 

@@ -52,20 +52,31 @@ def card(found: Analysis) -> Table:
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(overflow="fold")
     prompt, same = found.prompt_tokens, found.duplicates
+    counted = found.requests - found.too_long
     invalid = f"; {found.invalid:,} more are not valid" if found.invalid else ""
     arrival, planned = found.arrival.cached_tokens, found.planned.cached_tokens
     rows: list[tuple[str, int, str]] = [
         ("requests", found.requests, f"for {found.model}{invalid}"),
-        ("prompt tokens", prompt, f"{prompt / found.requests:,.0f} a request"),
+        ("prompt tokens", prompt, f"{prompt / max(1, counted):,.0f} a request"),
         ("answer tokens", found.output_tokens, "at most"),
         ("shared prefixes", found.shared_prefix_tokens, f"{_share(found.shared_prefix_tokens, prompt)} of the prompts"),
         ("KV cache saves", arrival, f"{_share(arrival, prompt)}, in the order of the file"),
         ("", planned, f"{_share(planned, prompt)}, in planned order"),
-        ("duplicates", same.requests, f"{same.determined:,} of them determined: computed once is enough"),
+        ("duplicates", same.requests, f"{same.determined:,} of them determined: {_once(found.cache)}"),
     ]
+    if found.too_long:
+        estimated = "" if found.exact else " by this estimate"
+        refused = (
+            f"for the context of {found.context:,} tokens{estimated}: the engine will refuse them; not counted below"
+        )
+        rows.insert(1, ("too long", found.too_long, refused))
     for name, value, remark in rows:
         grid.add_row(name, f"{value:,}", escape(remark))
     return grid
+
+
+def _once(cache: str) -> str:
+    return "each is computed (cache: off in models.yaml)" if cache == "off" else "computed once is enough"
 
 
 def table(found: list[Forecast]) -> Table:
@@ -100,6 +111,9 @@ def assumptions(found: Analysis) -> list[str]:
     ]
     if found.forecasts:
         said.append("Time: a full batch at the rates of models.yaml, all counted with this tokenizer.")
+        off = [one.model for one in found.forecasts if one.cache == "off"]
+        if off:
+            said.append(f"Duplicates: computed each by {', '.join(off)} (cache: off in models.yaml).")
     else:
         said.append("Time and cost: put `rates` of a model version into models.yaml (docs/settings.md).")
     return said

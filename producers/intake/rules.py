@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Raw
 
-from common.engine_arguments import argument
+from common import engine_arguments
 from common.errors import UsageError
 from common.registry import Registry
 from common.settings import Settings
@@ -346,9 +346,8 @@ class Rules:
     def _decide(self, model: str) -> None:
         self.model = model
         self._names |= {None, model}
-        said = argument(self._registry.get(model).engine, "max_model_len")
-        context = self._context_setting if said is None else said
-        if isinstance(context, int) and context > 0:
+        context = engine_arguments.context(self._registry.get(model).engine, self._context_setting)
+        if context is not None:
             self._max_output, self._max_output_is = context, f"the context of {model}"
         if self._max_output_setting is not None and self._max_output_setting < self._max_output:
             self._max_output, self._max_output_is = self._max_output_setting, "inference.max_output_tokens"

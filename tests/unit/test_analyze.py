@@ -144,6 +144,50 @@ def test_time_and_money_follow_from_the_rates(fleet: Path) -> None:
     assert forecast.cost.arrival == 0.044
 
 
+def test_where_nothing_is_shared_nothing_is_saved(fleet: Path) -> None:
+    """`cache: off` of a model turns off the sharing of requests in flight too."""
+    models = fleet / "models.yaml"
+    models.write_text(models.read_text().replace("    rates:", "    cache: off\n    rates:"))
+    source = write(fleet / "a.jsonl", [{"prompt": "x" * 400, "max_tokens": 100, "temperature": 0}] * 4)
+    found = look(source)
+    assert (found.cache, found.duplicates.determined) == ("off", 3)
+    assert found.forecasts[0].seconds.deduplicated == found.forecasts[0].seconds.planned == 4.4
+    said = CliRunner().invoke(app, ["analyze", source]).output
+    assert "each is computed" in said
+    assert "computed once is enough" not in said
+    assert "computed each by m@1" in said
+
+
+@pytest.mark.parametrize("length", ["2048", "2k", "2K"])
+def test_what_the_context_has_no_room_for_is_counted_apart(fleet: Path, length: str) -> None:
+    models = fleet / "models.yaml"
+    models.write_text(models.read_text().replace("max_model_len: 4096", f"max_model_len: {length}"))
+    context = {"2048": 2048, "2k": 2000, "2K": 2048}[length]
+    bodies: list[dict[str, Any]] = [
+        {"prompt": "x" * 4 * 600_000, "max_tokens": 10, "temperature": 0},
+        {"prompt": "x" * 4 * 600_000, "max_tokens": 10, "temperature": 0},
+        # Not a token left for an answer, which only an endpoint without one can do without.
+        {"prompt": "x" * 4 * context, "max_tokens": 10},
+        {"input": "x" * 4 * context},
+        {"prompt": "x" * 4 * 5000, "max_tokens": 10, "truncate_prompt_tokens": 100},
+        # The answer is cut to what is left.
+        {"prompt": "x" * 4 * (context - 40), "max_tokens": 100},
+    ]
+    source = write(fleet / "a.jsonl", bodies)
+    found = look(source)
+    assert (found.requests, found.too_long, found.context) == (6, 3, context)
+    assert found.prompt_tokens == context + 5000 + context - 40
+    assert found.output_tokens == 10 + 40
+    assert found.duplicates.requests == 0
+    assert found.planned.cached_tokens + found.planned.computed_tokens == found.prompt_tokens
+    said = " ".join(CliRunner().invoke(app, ["analyze", source], env={"COLUMNS": "200"}).output.split())
+    assert f"too long 3 for the context of {context:,} tokens by this estimate: the engine will refuse them" in said
+    # Nothing else in the file is no reason to stop.
+    found = look(write(fleet / "long.jsonl", bodies[:2]))
+    assert (found.requests, found.too_long, found.prompt_tokens) == (2, 2, 0)
+    assert CliRunner().invoke(app, ["analyze", str(fleet / "long.jsonl")]).exit_code == 0
+
+
 def test_windows_share_what_the_cache_holds(fleet: Path) -> None:
     """More requests than a window has: the file is never held, and nothing is counted twice or left out."""
     count = WINDOW_ROWS + 1000
@@ -219,6 +263,18 @@ def test_without_a_template_it_says_so(fleet: Path, model_folder: Path) -> None:
     found = look(write(fleet / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}]))
     assert not found.exact
     assert "without its chat template" in found.counted
+
+
+def test_a_template_that_fails_is_said_in_words(fleet: Path, model_folder: Path) -> None:
+    (model_folder / "chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
+    bodies = [{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}] * 2 + [{"prompt": "a"}]
+    source = write(fleet / "a.jsonl", bodies)
+    said = " ".join(CliRunner().invoke(app, ["analyze", source], env={"COLUMNS": "300"}).output.split())
+    assert (
+        "but 2 of 2 conversations without its chat template, which failed on them (ValueError: no users here)" in said
+    )
+    assert not look(source).exact
+    assert look(write(fleet / "b.jsonl", [{"prompt": "a"}])).exact
 
 
 def test_a_broken_tokenizer_is_not_the_end(model_folder: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from common.engine_arguments import argument
+from common.engine_arguments import argument, context
 from common.errors import UsageError
 from common.registry import ModelVersion
 from common.settings import Settings
@@ -33,7 +33,7 @@ class EchoEngine:
         self, model: str, entry: ModelVersion, settings: Settings, env: Mapping[str, str] = os.environ
     ) -> None:
         configured = settings.inference.batch_size or argument(entry.engine, "max_num_seqs") or 256
-        max_model_len = settings.inference.max_seq_len or int(argument(entry.engine, "max_model_len") or 0)
+        max_model_len = context(entry.engine, settings.inference.max_seq_len) or 0
         max_num_seqs = int(_number(env, "MAX_NUM_SEQS", float(configured)))
         self._facts = EngineFacts(
             engine="echo", model=model, device="cpu", max_num_seqs=max_num_seqs, max_model_len=max_model_len
