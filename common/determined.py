@@ -5,6 +5,7 @@ A request is determined by temperature 0 or a seed, or by an endpoint that sampl
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -17,25 +18,30 @@ _NO_SAMPLING = frozenset(URL_CODE[url] for url in ("/v1/embeddings", "/v1/score"
 _SEEDED = frozenset(URL_CODE[url] for url in ("/v1/chat/completions", "/v1/completions", "/v1/responses"))
 _RESPONSES = URL_CODE["/v1/responses"]
 
-#: Body fields that do not change the answer. The model is in the key's space; its name in the body is only an alias.
-_IGNORED = frozenset(
-    {
-        "model",
-        "user",
-        "metadata",
-        "custom_id",
-        "stream",
-        "stream_options",
-        "store",
-        "priority",
-        "request_id",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-    }
-)
+#: Not `bool`, which is an `int` too.
+_NUMBERS = (int, float)
+_name = itemgetter(0)
+
+_TEXT, _FLAG, _MAPPING, _NONE = (frozenset((kind, type(None))) for kind in (str, bool, dict, type(None)))
+#: Body fields that do not change the answer, while their value is of a type that every engine takes: a value of another
+#: one may be why a request is refused, so there it counts. The model is in the key's space, its name in the body is an
+#: alias. `priority` counts whatever it is: an engine without priorities refuses all but 0.
+_IGNORED = {
+    "model": frozenset((str,)),
+    "user": _TEXT,
+    "metadata": _MAPPING,
+    "custom_id": _TEXT,
+    "stream": _FLAG,
+    # Refused where nothing is streamed.
+    "stream_options": _NONE,
+    "store": _FLAG,
+    "request_id": frozenset((str,)),
+    "service_tier": _TEXT,
+    "safety_identifier": _TEXT,
+    "prompt_cache_key": _TEXT,
+}
 #: A response object repeats `user`, `metadata`, `service_tier` and more of its request, so there they count.
-_IGNORED_IN_RESPONSES = frozenset({"model", "stream", "stream_options", "priority", "request_id"})
+_IGNORED_IN_RESPONSES = {name: _IGNORED[name] for name in ("model", "stream", "stream_options", "request_id")}
 #: Fields that let the answer depend on more than the request.
 _STATEFUL = frozenset({"previous_response_id", "previous_input_messages", "conversation"})
 
@@ -52,21 +58,27 @@ def determined(url: int, fields: dict[str, Any]) -> bool:
     if url in _NO_SAMPLING:
         return True
     temperature, seed = fields.get("temperature"), fields.get("seed")
-    cold = isinstance(temperature, (int, float)) and not isinstance(temperature, bool) and temperature == 0
-    return cold or (url in _SEEDED and isinstance(seed, int) and not isinstance(seed, bool))
+    # A little above 0 is none: vLLM makes 0.01 of it, and samples.
+    if type(temperature) in _NUMBERS and temperature == 0:
+        return True
+    # To vLLM -1 is no seed. What else it would take for one ("7", 7.0, true) is computed each time.
+    return url in _SEEDED and type(seed) is int and seed != -1
 
 
 def canonical(url: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """What of a body (as `read` gives it) counts for its answer; order its keys when you write it."""
+    """What of a body (as `read` gives it) counts for its answer; write it as it stands, it is in order.
+
+    Only the body's own fields are put in order and into one form: inside them an engine may see the difference. A chat
+    template prints a tool's schema as it was written, and a grammar has the properties in the order of their schema.
+    """
     ignored = _IGNORED_IN_RESPONSES if url == _RESPONSES else _IGNORED
-    return {name: value for name, value in fields.items() if name not in ignored}
+    return {
+        # 1.0 as 1, so that both are one request.
+        name: int(value) if type(value) is float and value.is_integer() else value
+        for name, value in sorted(fields.items(), key=_name)
+        if name not in ignored or type(value) not in ignored[name]
+    }
 
 
-def _number(text: str) -> int | float:
-    """1.0 as 1, so that both are one request."""
-    number = float(text)
-    return int(number) if number.is_integer() else number
-
-
-#: The value of a JSON document, with every number in one form. `msgspec.DecodeError` when it is none.
-read = msgspec.json.Decoder(float_hook=_number).decode
+#: The value of a JSON document. `msgspec.DecodeError` when it is none.
+read = msgspec.json.Decoder().decode

@@ -24,6 +24,8 @@ from workers.engine_thread import EngineThread
 
 #: Seconds between two calls of `on_low`, at least.
 LOW_EVERY_S = 0.02
+#: A member of an enumeration is looked up slowly.
+_OUTPUT = Kind.OUTPUT
 
 
 class Work(Protocol):
@@ -44,7 +46,7 @@ class Work(Protocol):
         ...
 
     def alone(self, row: int) -> None:
-        """From now on `flight` is None: the computation that this row waited for has failed."""
+        """From now on `flight` is None: the computation that this row waited for gave no answer."""
         ...
 
     def finish(self, row: int, tried: Tried, *, shared: bool = False) -> None:
@@ -180,11 +182,15 @@ class Lane:
                 self._tell()
 
     def _finish(self, member: tuple[Work, int], tried: Tried) -> None:
-        """The outcome is the leader's, and also of those who waited when it is final; else each of them tries."""
+        """An answer is also of those who waited; on any other outcome each of them tries for itself.
+
+        Also on a refusal: to say it again costs the engine next to nothing, and what it objects to may be the leader's
+        alone.
+        """
         waited = self._flights.end(member)
         work, row = member
         work.finish(row, tried)
-        if tried.outcome.kind is not Kind.RETRY:
+        if tried.outcome.kind is _OUTPUT:
             for work, row in waited:
                 work.finish(row, tried, shared=True)
             return

@@ -39,7 +39,7 @@ GPU_BLOCK, CPU_BLOCK = 16, 128
 _REQUESTS = np.dtype([("hash", "<u8"), ("prompt", "<u4"), ("output", "<u4"), ("determined", "<u4")])
 _BLOCKS = np.dtype([("hash", "<u8")])
 
-_encode = msgspec.json.Encoder(order="deterministic").encode
+_encode = msgspec.json.Encoder().encode
 
 
 class _Tally:

@@ -31,6 +31,15 @@ def of(body: dict[str, Any], url: int = CHAT, space: Space = SPACE, tenant: str 
         ({"temperature": True}, False),
         ({"temperature": 0.7, "seed": 3}, True),
         ({"temperature": 0.7, "seed": None}, False),
+        ({"temperature": 0.7, "seed": -1}, False),
+        ({"temperature": 0.7, "seed": -1.0}, False),
+        ({"temperature": 0.7, "seed": True}, False),
+        ({"temperature": 0.7, "seed": "7"}, False),
+        ({"temperature": 0, "seed": -1}, True),
+        ({"temperature": -0.0}, True),
+        ({"temperature": 1e-7}, False),
+        ({"temperature": "0"}, False),
+        ({"temperature": False}, False),
     ],
 )
 def test_only_determined_requests_have_a_key(change: dict[str, Any], determined: bool) -> None:
@@ -61,6 +70,36 @@ def test_what_does_not_change_the_answer_does_not_change_the_key() -> None:
 )
 def test_what_may_change_the_answer_changes_the_key(change: dict[str, Any]) -> None:
     assert of(BODY | change) != of(BODY)
+
+
+@pytest.mark.parametrize(
+    ("field", "taken", "refused"),
+    [
+        ("user", ["u", None], [5, ["u"], True]),
+        ("metadata", [{}, {"a": "b"}, None], ["a", []]),
+        ("request_id", ["r"], [5, None]),
+        ("model", ["x"], [1, None]),
+        ("stream", [False, None], ["no", 0]),
+        ("stream_options", [None], [{}, {"include_usage": True}, "x"]),
+        ("store", [True, None], ["x"]),
+        ("service_tier", ["auto", None], [1]),
+        ("prompt_cache_key", ["x", None], [{}]),
+        ("priority", [], [0, 5, "x"]),
+    ],
+)
+def test_a_field_is_left_out_only_with_a_value_that_no_engine_refuses(
+    field: str, taken: list[Any], refused: list[Any]
+) -> None:
+    """Or a request that an engine refuses would get the answer of one that it does not, or the other way round."""
+    assert {of(BODY | {field: value}) for value in taken} <= {of(BODY)}
+    assert len({of(BODY), *(of(BODY | {field: value}) for value in refused)}) == 1 + len(refused)
+
+
+def test_inside_a_field_all_counts_as_it_is_written() -> None:
+    """A chat template prints it, a grammar is made of it in its order."""
+    schemas = [b'{"a": 1, "b": 1}', b'{"b": 1, "a": 1}', b'{"a": 1.0, "b": 1}']
+    bodies = [b'{"temperature": 0, "tools": [%b]}' % schema for schema in schemas]
+    assert len({SPACE.key("t", CHAT, body) for body in bodies}) == 3
 
 
 def test_another_model_another_space() -> None:

@@ -155,13 +155,13 @@ def test_a_failure_is_the_leaders_alone(start_fleet: StartFleet) -> None:
     assert fleet.engine.asked == 3
 
 
-def test_a_refusal_is_one_for_all(start_fleet: StartFleet) -> None:
+def test_a_refusal_is_the_leaders_alone(start_fleet: StartFleet) -> None:
     fleet = start_fleet(400)
-    [run] = fleet.together(equal(3))
+    first, second = fleet.together(equal(2), equal(1))
     fleet.release()
-    assert [kind for kind, _ in run.join()] == [Kind.ERROR] * 3
-    assert run.shared() == [False, True, True]
-    assert fleet.engine.asked == 1
+    assert [kind for kind, _ in first.join()] == [Kind.ERROR, Kind.OUTPUT]
+    assert [kind for kind, _ in second.join()] == [Kind.OUTPUT]
+    assert fleet.engine.asked == 3
 
 
 def test_a_timeout_is_the_leaders_alone(start_fleet: StartFleet) -> None:

@@ -16,7 +16,7 @@ from common.urls import URLS
 TAG_BYTES = 16
 KEY_BYTES = TAG_BYTES + 32
 
-_encode = msgspec.json.Encoder(order="deterministic").encode
+_encode = msgspec.json.Encoder().encode
 
 
 class Space:
@@ -39,7 +39,7 @@ class Space:
             fields = read(body)
             if not isinstance(fields, dict) or not (self._everything or determined(url, fields)):
                 return None
-            what = _encode(["v2", self.model, self.fingerprint, tenant, URLS[url], canonical(url, fields)])
+            what = _encode(["v3", self.model, self.fingerprint, tenant, URLS[url], canonical(url, fields)])
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
         return self._tag + blake3(what).digest()

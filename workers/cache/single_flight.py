@@ -1,9 +1,9 @@
 """Identical determined requests in flight run once: the first leads, the others wait for its answer. Pure.
 
 Whoever owns the requests asks here before one enters the engine, and says what became of it. Nothing is decided about
-answers: the owner knows whether the leader's outcome is one for all (a final answer) or its own affair (a failure, a
-timeout), and then runs those who waited, each for itself: a leader's failure must not be anybody else's, and failing
-one after the other would take as long as all of them together.
+answers: the owner knows whether the leader's outcome is one for all (an answer) or its own affair (a refusal, a
+failure, a timeout), and then runs those who waited, each for itself: a leader's failure must not be anybody else's, and
+failing one after the other would take as long as all of them together.
 
 A leader that is given up does not stop the computation while somebody waits for it: the longest waiting takes over.
 """
