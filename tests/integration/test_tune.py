@@ -1,9 +1,8 @@
-"""`workers tune` with the echo engine: a sweep whose first engine is killed, and the file it leaves."""
+"""`workers tune` with the echo engine: a sweep whose first engine is killed."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from tests.support.processes import Processes
@@ -18,7 +17,7 @@ models:
 """
 
 
-def test_a_point_that_dies_is_a_row_and_the_best_of_the_others_is_written(tmp_path: Path, processes: Processes) -> None:
+def test_a_point_that_dies_is_a_row_and_the_best_of_the_others_is_found(tmp_path: Path, processes: Processes) -> None:
     (tmp_path / "models.yaml").write_text(MODELS)
     (tmp_path / "turns").mkdir()
     body = {"messages": [{"role": "user", "content": "one of many"}], "max_tokens": 8}
@@ -48,11 +47,7 @@ def test_a_point_that_dies_is_a_row_and_the_best_of_the_others_is_written(tmp_pa
     assert [p["max_num_seqs"] for p in found["points"]] == [64, 16]
     assert all(p["answered"] == 64 and p["problem"] is None for p in found["points"])
     assert found["best"]["max_num_seqs"] == 64
-    text = (tmp_path / "models.yaml").read_text()
-    figures = re.search(r"  # workers tune: .*64 requests of sample\.jsonl\n", text)
-    assert figures is not None
-    wanted = MODELS.replace("max_num_seqs: 4", "max_num_seqs: 64").replace(
-        "{ max", "{max_num_batched_tokens: 4096,  max"
-    )
-    assert text.replace(figures.group(), "") == wanted
+    # What an engine that computes nothing was best at is nobody's number.
+    assert found["written"] is None
+    assert (tmp_path / "models.yaml").read_text() == MODELS
     processes.wait_gone()

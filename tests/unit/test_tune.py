@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
+import zstandard
+from typer.testing import CliRunner
 
 from common import plain_yaml
 from common.errors import UsageError
 from common.registry import ModelVersion
+from workers.cli import app
 from workers.tune import edit, sample, sweep
 from workers.tune.point import Measured, Numbers, with_numbers
 
@@ -80,8 +85,8 @@ def test_every_style_of_an_entry_can_be_edited(text: str, expected: str) -> None
         "models:\n  b@1: {source: /b}\n",
     ],
 )
-def test_what_cannot_be_edited_alone_is_left_alone_and_the_numbers_are_said(text: str) -> None:
-    with pytest.raises(UsageError, match="set max_num_seqs: 64, max_num_batched_tokens: 4096 by hand"):
+def test_what_cannot_be_edited_alone_is_left_alone(text: str) -> None:
+    with pytest.raises(UsageError, match="set max_num_seqs and max_num_batched_tokens by hand"):
         edit.with_values(text, "a@1", VALUES, "fast")
 
 
@@ -120,6 +125,70 @@ def test_the_fastest_wins_and_among_equals_what_is_there_then_the_smaller_one() 
     assert found is points[1]
     assert sweep.best([points[0], points[2], ran(128, 4096, 9.95)], now) is points[2]
     assert sweep.best([points[3]], now) is None
+
+
+@pytest.mark.parametrize("case", ["fine", "shared", "echo", "changed"])
+def test_what_was_measured_is_said_also_where_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """An anchor is seen before the sweep and does not keep it from running."""
+    shared = "models:\n  b@1: {source: /b, engine: &e {max_num_seqs: 4}}\n  a@1: {source: /a, engine: *e}\n"
+    path = tmp_path / "models.yaml"
+    path.write_text(shared if case == "shared" else BLOCK)
+    (tmp_path / "sample.jsonl").write_text('{"body":{"prompt":"x"}}\n')
+    monkeypatch.setenv("BATCHMILL_MODELS", str(path))
+    monkeypatch.setenv("BATCHMILL_INFERENCE_ENGINE", "echo" if case == "echo" else "vllm")
+
+    def run(_model: str, points: list[Numbers], *_: object) -> list[Measured]:
+        if case == "changed":
+            path.write_text(shared)
+        return [Measured(numbers=p, seconds=1.0, answered=p.max_num_seqs) for p in points]
+
+    monkeypatch.setattr(sweep, "run", run)
+    argv = ["tune", "--model", "a@1", "--sample", str(tmp_path / "sample.jsonl"), "--max-num-seqs", "32,77", "--json"]
+    result = CliRunner().invoke(app, argv)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["best"]["max_num_seqs"] == 77
+    if case == "fine":
+        assert (found["written"], found["not_written"]) == (str(path), None)
+        assert "max-num-seqs: 77   # too many?" in path.read_text()
+        return
+    assert found["written"] is None
+    assert ("echo" if case == "echo" else "cannot be edited without changing others") in found["not_written"]
+    assert path.read_text() == (BLOCK if case == "echo" else shared)
+    assert ("nothing will be written" in result.stderr) is (case != "changed")
+    said = CliRunner().invoke(app, argv[:-1]).stdout
+    assert "best: max_num_seqs 77" in said
+    assert "nothing was written: " in said
+
+
+@pytest.mark.parametrize("form", ["plain", "gzip", "members", "zstd", "frames", "bom"])
+def test_a_sample_is_read_in_every_form_that_submit_takes(tmp_path: Path, form: str) -> None:
+    lines = [b'{"body":{"prompt":"%d"}}\n' % n for n in range(5000)]
+    first, second = b"".join(lines[:2500]), b"".join(lines[2500:])
+    zstd = zstandard.ZstdCompressor().compress
+    data = {
+        "plain": first + second,
+        "gzip": gzip.compress(first + second),
+        "members": gzip.compress(first) + gzip.compress(second),
+        "zstd": zstd(first + second),
+        "frames": zstd(first) + zstd(second),
+        "bom": b"\xef\xbb\xbf" + first + second,
+    }[form]
+    path = tmp_path / "sample"
+    path.write_bytes(data)
+    assert len(sample.read(path, 10_000)) == 5000
+    assert sample.read(path, 1) == [(1, b'{"prompt":"0"}')]
+    if form == "gzip":
+        path.write_bytes(data[:-20])
+        with pytest.raises(UsageError, match="cut off or damaged"):
+            sample.read(path, 10_000)
+
+
+def test_sizes_with_letters_are_numbers() -> None:
+    now = sweep.present(ModelVersion(source="/m", engine={"max-num-batched-tokens": "8k"}))
+    assert (now.max_num_seqs, now.max_num_batched_tokens) == (sweep.DEFAULT_SEQS, 8000)
 
 
 def test_a_sample_is_read_in_both_forms_and_a_bad_line_is_named(tmp_path: Path) -> None:

@@ -64,11 +64,17 @@ def tune(
     )
     count = len(samples.read(sample, requests))
     where = Path(registry.where)
-    if not dry_run:
+    # Why nothing will be written, if so: said before an hour of measuring, which is of use all the same.
+    kept: str | None = None
+    if dry_run:
+        kept = "--dry-run"
+    elif settings.inference.engine == "echo":
+        kept = f"{where}: stays as it is, since the echo engine computes nothing and its rates are no model's"
+    else:
         _check_writable(where)
-        # Found out before an hour of measuring, not after it.
-        text = where.read_bytes().decode("utf-8")
-        edit.with_values(text, name, {key: getattr(now, key) for key in NAMES}, "", str(where))
+        kept = edit.fault(where, name, NAMES)
+    if kept is not None and not dry_run:
+        typer.echo(f"nothing will be written: {kept}", err=True)
     engines = f"{len(points)} engines, one after the other" if len(points) > 1 else "one engine"
     typer.echo(f"{name}: {engines}, {count} requests of {sample} each", err=True)
     lines = _Table(chunks=chunk_requests is not None)
@@ -80,8 +86,12 @@ def tune(
     if found is None:
         raise UsageError(f"{name}: no engine of the sweep answered the sample; the first said: {measured[0].problem}")
     figures = _figures(found, sample.name, now=datetime.date.today())
-    if not dry_run:
-        edit.write(where, name, {key: getattr(found.numbers, key) for key in NAMES}, figures)
+    if kept is None:
+        try:
+            edit.write(where, name, {key: getattr(found.numbers, key) for key in NAMES}, figures)
+        except UsageError as exc:
+            # It was changed meanwhile; what was measured is said all the same.
+            kept = str(exc)
     if json:
         typer.echo(
             msgspec.json.encode(
@@ -91,7 +101,8 @@ def tune(
                     "requests": count,
                     "points": [_fields(row) for row in measured],
                     "best": _fields(found),
-                    "written": None if dry_run else str(where),
+                    "written": str(where) if kept is None else None,
+                    "not_written": kept,
                 }
             )
         )
@@ -100,7 +111,10 @@ def tune(
     typer.echo(f"best: {numbers}: {figures}")
     if found.numbers.chunk:
         typer.echo(f"with chunks of {found.numbers.chunk}: scheduler.chunk_requests in fleet.yaml, for all its models")
-    typer.echo("nothing was written (--dry-run)" if dry_run else f"written to {where}")
+    if kept is None:
+        typer.echo(f"written to {where}")
+    else:
+        typer.echo("nothing was written (--dry-run)" if dry_run else f"nothing was written: {kept}")
 
 
 class _Table:

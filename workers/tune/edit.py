@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,7 @@ MARK = "# workers tune: "
 
 def write(path: Path, model: str, values: dict[str, int], figures: str) -> None:
     """Replace `path`, whole or not at all; `UsageError` when it cannot be edited so that nothing else changes."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise UsageError(f"{path}: cannot be read: {getattr(exc, 'strerror', None) or 'is not UTF-8 text'}") from None
-    edited = with_values(text, model, values, figures, str(path))
+    edited = with_values(_read(path), model, values, figures, str(path))
     try:
         with new_file.replacing(path) as file:
             file.write(edited.encode())
@@ -31,9 +28,18 @@ def write(path: Path, model: str, values: dict[str, int], figures: str) -> None:
         raise UsageError(f"{path}: cannot be written: {exc.strerror}") from None
 
 
+def fault(path: Path, model: str, names: Sequence[str]) -> str | None:
+    """Why the numbers of `names` cannot be written so that nothing else changes; None: they can."""
+    try:
+        with_values(_read(path), model, dict.fromkeys(names, 1), "", str(path))
+    except UsageError as exc:
+        return str(exc)
+    return None
+
+
 def with_values(text: str, model: str, values: dict[str, int], figures: str, where: str = "models.yaml") -> str:
     """The text with `values` among the engine's arguments of `model`, and `figures` in a comment above its entry."""
-    by_hand = "set " + ", ".join(f"{name}: {value}" for name, value in values.items()) + " by hand"
+    by_hand = f"set {' and '.join(values)} by hand"
     try:
         key, entry = _entry(plain_yaml.compose(text), model)
     except (yaml.YAMLError, KeyError):
@@ -46,6 +52,13 @@ def with_values(text: str, model: str, values: dict[str, int], figures: str, whe
         # An anchor that others share, or a style nobody thought of.
         raise UsageError(f"{where}: the entry of {model} cannot be edited without changing others; {by_hand}")
     return edited
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UsageError(f"{path}: cannot be read: {getattr(exc, 'strerror', None) or 'is not UTF-8 text'}") from None
 
 
 def _entry(root: yaml.Node | None, model: str) -> tuple[yaml.ScalarNode, yaml.MappingNode]:

@@ -13,6 +13,7 @@ from typing import IO
 
 import msgspec
 
+from common.engine_arguments import argument, size
 from common.registry import ModelVersion
 from workers import parent
 from workers.tune.point import NAMES, RESULT, Measured, Numbers, Wanted
@@ -28,10 +29,9 @@ END_S = 30.0
 
 def present(entry: ModelVersion) -> Numbers:
     """The numbers that an entry has now."""
-    engine = {k.replace("-", "_"): v for k, v in entry.engine.items()}
     return Numbers(
-        max_num_seqs=int(engine.get("max_num_seqs") or DEFAULT_SEQS),
-        max_num_batched_tokens=int(engine.get("max_num_batched_tokens") or DEFAULT_TOKENS),
+        max_num_seqs=size(argument(entry.engine, "max_num_seqs")) or DEFAULT_SEQS,
+        max_num_batched_tokens=size(argument(entry.engine, "max_num_batched_tokens")) or DEFAULT_TOKENS,
     )
 
 
