@@ -155,7 +155,7 @@ def connect(settings: Settings, on_blocked: Callable[[bool], None] | None = None
             redis_clock.follow(connection.default_channel.client)
     except Exception as exc:
         connection.release()
-        raise Unreachable(f"broker {connection.as_uri()} does not answer: {exc}") from None
+        raise Unreachable(f"broker {url} does not answer: {exc}") from None
     return connection
 
 

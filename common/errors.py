@@ -5,11 +5,16 @@ Each carries the exit code of the commands (documented in docs/cli.md), so that 
 
 from __future__ import annotations
 
+from common import addresses
+
 
 class BatchmillError(Exception):
-    """Base of all errors shown to a person without a traceback."""
+    """Base of all errors shown to a person without a traceback. Its text shows no password of a URL."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return addresses.plain(super().__str__())
 
 
 class UsageError(BatchmillError):

@@ -89,7 +89,7 @@ class LiveState:
         try:
             self._redis.ping()
         except redis.RedisError as exc:
-            raise Unreachable(f"Redis at {self.url.rpartition('@')[2]} does not answer: {exc}") from None
+            raise Unreachable(f"Redis at {self.url} does not answer: {exc}") from None
 
     def generation(self) -> str:
         """The id of this life of the Redis: another value than last time means that it was wiped."""

@@ -8,7 +8,15 @@ from typing import Any
 
 import structlog
 
+from common import addresses
 from common.settings import Telemetry
+
+
+class _Formatter(logging.Formatter):
+    """Of what libraries log: without passwords of URLs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return addresses.plain(super().format(record))
 
 
 def configure(telemetry: Telemetry, role: str) -> None:
@@ -26,12 +34,15 @@ def configure(telemetry: Telemetry, role: str) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             renderer,
+            lambda _logger, _method, line: addresses.plain(str(line)),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def get(name: str) -> Any:

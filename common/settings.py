@@ -11,12 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
-from common import plain_yaml
+from common import addresses, plain_yaml
 from common.conversion import convert
 from common.errors import UsageError
 
@@ -342,7 +341,7 @@ def _check(settings: Settings, where: str, sources: Mapping[str, str]) -> None:
         if value(key) not in allowed:
             raise UsageError(f"{place(key)}: '{value(key)}' is not one of {', '.join(allowed)}")
     for key, schemes in _SCHEMES.items():
-        fault = _url_fault(value(key), schemes) if value(key) is not None else None
+        fault = addresses.fault(value(key), schemes, key == "broker.url") if value(key) is not None else None
         if fault is not None:
             raise UsageError(f"{place(key)}: {fault}")
     for key, least in _AT_LEAST.items():
@@ -380,21 +379,6 @@ def _check_weights(settings: Settings, place: Callable[[str], str]) -> None:
     if unknown:
         known = ", ".join(PRIORITY_WEIGHTS)
         raise UsageError(f"{place('scheduler.priority_weights')}: '{unknown[0]}' is no priority; they are {known}")
-
-
-def _url_fault(url: str, schemes: tuple[str, ...]) -> str | None:
-    """What is wrong with a URL, without a word of it: it may hold a password."""
-    scheme, colon, _ = url.partition("://")
-    if not colon or scheme not in schemes:
-        *most, last = (f"{s}://" for s in schemes)
-        return f"must begin with {', '.join(most)} or {last}"
-    try:
-        _ = urlsplit(url).port
-    except ValueError:
-        return (
-            "host or port cannot be read; '/', '?', '#', '@' and ':' in a password are written %2F, %3F, %23, %40, %3A"
-        )
-    return None
 
 
 def is_key(text: str) -> bool:

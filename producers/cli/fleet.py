@@ -10,6 +10,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
+from common import addresses
 from common.errors import BatchmillError, Unreachable, UsageError
 from common.store import open_store
 from producers import embedded
@@ -84,6 +85,7 @@ def show(*, as_json: bool) -> int:
         with contextlib.suppress(BatchmillError):
             there = standing(open_store(record.store, make=False))
             seen.batches, seen.reasons = there.batches, there.reasons
+    seen.store = addresses.shown(record.store)
     if as_json:
         say.json(seen)
     else:

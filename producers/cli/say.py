@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from common import addresses
 from common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ def flush() -> None:
 
 
 def err(text: str) -> None:
-    """A line to stderr."""
+    """A line to stderr; a URL in it shows no password."""
     try:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(addresses.plain(text) + "\n")
         sys.stderr.flush()
     except OSError:
         _silence(sys.stderr)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Self
 import zstandard
 from blake3 import blake3
 
+from common import addresses
 from common.errors import BatchmillError, InvalidInput, Unreachable, UsageError
 from producers.batch import Input
 
@@ -220,7 +221,7 @@ class _RemoteFile(Source):
             raise UsageError(f"{url}: cannot be opened: {exc}") from None
         except Exception as exc:
             raise Unreachable(f"{url}: cannot be opened: {type(exc).__name__}: {exc}") from None
-        super().__init__(url, raw)
+        super().__init__(addresses.shown(url), raw)
 
     def verify(self) -> None:
         try:

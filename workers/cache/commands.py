@@ -11,7 +11,7 @@ import msgspec
 import redis
 from redis.exceptions import OutOfMemoryError
 
-from common import places
+from common import addresses, places
 from common import registry as registries
 from common import settings as setting_files
 from common.errors import Unreachable, UsageError
@@ -91,7 +91,7 @@ def stats() -> Stats:
         facts = server.facts()
         models = {model: msgspec.convert(found, ModelFigures) for model, found in sorted(server.counts().items())}
     return Stats(
-        url=_shown(settings),
+        url=addresses.shown(settings.cache.url or ""),
         policy=facts.policy,
         entries=facts.entries,
         bytes=facts.bytes,
@@ -232,7 +232,7 @@ def _server(settings: Settings) -> Iterator[CacheServer]:
         server.follow()
         yield server
     except redis.RedisError as exc:
-        raise Unreachable(f"cache.url: {_shown(settings)} does not answer: {type(exc).__name__}: {exc}") from None
+        raise Unreachable(f"cache.url: {settings.cache.url} does not answer: {type(exc).__name__}: {exc}") from None
     finally:
         server.close()
 
@@ -283,9 +283,3 @@ def _errors(file: Path) -> Iterator[None]:
         raise
     except OSError as exc:
         raise UsageError(f"{file}: {exc.strerror or exc}") from None
-
-
-def _shown(settings: Settings) -> str:
-    """The server's address without its password."""
-    scheme, _, rest = (settings.cache.url or "").partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common import addresses
 from common.errors import Unreachable, UsageError
 from common.registry import ModelVersion
 from common.settings import Settings
@@ -193,7 +194,7 @@ def _fetch_hub(model_version: str, source: Hub, fresh: Path, say: Say) -> str:
 def _fetch_bucket(model_version: str, source: Bucket, fresh: Path, say: Say) -> None:
     import fsspec
 
-    say(f"{model_version}: downloading {source.url}")
+    say(f"{model_version}: downloading {addresses.shown(source.url)}")
     try:
         filesystem, prefix = fsspec.core.url_to_fs(source.url)
         names: list[str] = filesystem.find(prefix)
