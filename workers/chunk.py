@@ -89,14 +89,16 @@ class ChunkWork:
         """Every row with the number of its slice."""
         return self._rows
 
-    def answered(self, row: int, body: bytes) -> None:
-        """Before `start`: this row needs no engine, the result cache has its answer."""
+    def answered(self, row: int, body: bytes) -> bool:
+        """Before `start`: this row needs no engine, the result cache has its answer; False when that is none."""
         part, wanted = self._rows[row]
         outcome = judge(wanted.url, 200, body)
-        if outcome.kind is Kind.OUTPUT:
-            self._open[row] = 0
-            self._left -= 1
-            self._done.append(Done(part, wanted, Tried(200, body, outcome), Source.CACHE))
+        if outcome.kind is not Kind.OUTPUT:
+            return False
+        self._open[row] = 0
+        self._left -= 1
+        self._done.append(Done(part, wanted, Tried(200, body, outcome), Source.CACHE))
+        return True
 
     def missed(self, row: int) -> None:
         """Before `start`: the result cache was asked for this row in vain."""

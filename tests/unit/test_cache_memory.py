@@ -26,7 +26,7 @@ class Cache:
 
     def __init__(self) -> None:
         self.held: dict[bytes, bytes] = {}
-        self.asked = 0
+        self.asked = self.hits = self.misses = 0
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         self.asked += 1
@@ -34,6 +34,13 @@ class Cache:
 
     def put(self, key: bytes, body: bytes) -> None:
         self.held[key] = body
+
+    def count(self, hits: int, misses: int) -> None:
+        self.hits += hits
+        self.misses += misses
+
+    def reject(self, key: bytes) -> None:
+        self.held.pop(key, None)
 
 
 class Work:
@@ -49,8 +56,11 @@ class Work:
     def rows(self) -> list[tuple[int, Row]]:
         return self._rows
 
-    def answered(self, row: int, body: bytes) -> None:
+    def answered(self, row: int, body: bytes) -> bool:
+        if body == b"no answer":
+            return False
         self.taken[row] = body
+        return True
 
     def missed(self, row: int) -> None:
         self.missed_rows.append(row)
@@ -162,6 +172,20 @@ def test_rows_that_the_cache_has_not_are_told_so() -> None:
     again = Work()
     memory(cache, "a", "b").recall(again)
     assert (sorted(again.taken), again.missed_rows, sorted(again.flights)) == ([0, 1], [2, 3], [2, 3])
+
+
+def test_what_is_no_answer_is_a_miss() -> None:
+    cache, work, again = Cache(), Work(), Work()
+    memory(cache, "a", "b").recall(work)
+    mine = memory(cache, "a", "b")
+    mine.recall(work)
+    mine.keep([work.done(0), work.done(2)])
+    [spoiled, _] = cache.held
+    cache.held[spoiled] = b"no answer"
+    cache.hits = cache.misses = 0
+    memory(cache, "a", "a").recall(again)
+    assert (again.taken, again.missed_rows, sorted(again.flights)) == ({}, [0, 1, 2, 3], [0, 1, 2, 3])
+    assert (cache.hits, cache.misses, spoiled in cache.held) == (0, 4, False)
 
 
 def test_models_say_what_is_kept(tmp_path: Path) -> None:

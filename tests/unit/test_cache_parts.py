@@ -58,6 +58,9 @@ def test_an_entry_does_not_outlive_its_time() -> None:
     assert cache.get(b"a") == b"x"
     clock.now = 10.0
     assert cache.get(b"a") is None
+    cache.put(b"b", b"x", left_s=2.0)
+    clock.now = 12.0
+    assert cache.get(b"b") is None, "it was there a while before it came here"
     assert cache.bytes == 0
 
 

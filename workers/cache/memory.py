@@ -24,8 +24,8 @@ class Rows(Protocol):
         """Every row with the number of its slice."""
         ...
 
-    def answered(self, row: int, body: bytes) -> None:
-        """This row needs no engine."""
+    def answered(self, row: int, body: bytes) -> bool:
+        """This row needs no engine; False when that is no answer to it."""
         ...
 
     def missed(self, row: int) -> None:
@@ -70,16 +70,22 @@ class Memory:
         known: dict[bytes, bytes] = {}
         if self._read and self._cache is not None:
             known = self._cache.get([found for _, found in wanted])
+        hits = 0
         for number, found in wanted:
             body = known.get(found)
             if body is not None:
-                work.answered(number, body)
-                continue
+                if work.answered(number, body):
+                    hits += 1
+                    continue
+                if self._cache is not None:
+                    self._cache.reject(found)
             if self._read:
                 work.missed(number)
             part, row = rows[number]
             if self._scopes is not None and self._space.determined(row.url, row.body):
                 work.may_share(number, found + self._scopes[part])
+        if self._read and self._cache is not None:
+            self._cache.count(hits, len(wanted) - hits)
 
     def keep(self, taken: list[Done]) -> None:
         """Remember answers that have just been published."""

@@ -52,7 +52,8 @@ class ResultCache:
         self._pending: dict[bytes, bytes] = {}
         self._pending_bytes = 0
         self._touched: dict[bytes, None] = {}
-        self._hits = self._misses = 0
+        #: Figures that the server was not told yet.
+        self._untold = {"hits": 0, "misses": 0, "written": 0}
         #: The server as it was at the last look.
         self.facts: CacheFacts | None = None
         self._epoch: bytes | None = None
@@ -76,21 +77,30 @@ class ResultCache:
         if not keys:
             return {}
         asked = list(dict.fromkeys(keys))
+        # Before anything is found: what is cleared from now on does not count, whoever sees it first.
+        generation = self._local.generation
         found = self._here(asked)
         if self._breaker.closed:
             try:
-                self._there(asked, found)
+                self._there(asked, found, generation)
             except (redis.RedisError, OSError) as exc:
                 self._failed(exc)
-        hits = sum(key in found for key in keys)
-        metrics.CACHE_HITS.inc(hits)
-        metrics.CACHE_MISSES.inc(len(keys) - hits)
         with self._lock:
-            self._hits += hits
-            self._misses += len(keys) - hits
             if len(self._touched) < PENDING_TOUCHES:
                 self._touched.update(dict.fromkeys(found))
         return found
+
+    def count(self, hits: int, misses: int) -> None:
+        """What came of a lookup, request by request: only who asked knows whether an answer was of use."""
+        metrics.CACHE_HITS.inc(hits)
+        metrics.CACHE_MISSES.inc(misses)
+        with self._lock:
+            self._untold["hits"] += hits
+            self._untold["misses"] += misses
+
+    def reject(self, key: bytes) -> None:
+        """What `get` gave for it is no answer: forget it here; the next one replaces it on the server."""
+        self._local.drop(key)
 
     def put(self, key: bytes, body: bytes) -> None:
         """Keep an answer; it is written within `cache.sync_interval_ms`."""
@@ -123,36 +133,39 @@ class ResultCache:
                 found[key] = body
         return found
 
-    def _there(self, asked: list[bytes], found: dict[bytes, bytes]) -> None:
-        """Fill `found` with what Redis has, as far as it answers in time."""
+    def _there(self, asked: list[bytes], found: dict[bytes, bytes], generation: int) -> None:
+        """Fill `found` with what Redis has, as far as it answers in time. `generation`: that of what it holds."""
         until = time.monotonic() + LOOKUP_TIMEOUTS * self._timeout_s
         missing = [key for key in asked if key not in found]
         at = 0
         # Asked even when nothing is missing: the epoch says whether what was found here still counts.
         while (at == 0 or at < len(missing)) and time.monotonic() < until:
             part = missing[at : at + KEYS_AT_ONCE]
-            epoch, values = self._server.get(part)
-            if self._cleared(epoch):
+            epoch, values, left = self._server.get_timed(part)
+            self._note(epoch)
+            if self._local.generation != generation:
+                # By this thread or by another one: what it had found is from before.
+                generation = self._local.generation
                 found.clear()
-                missing = asked
+                missing, at = asked, 0
                 continue
-            for key, value in zip(part, values, strict=True):
+            for key, value, left_s in zip(part, values, left, strict=True):
                 body = self._values.unpack(key, value) if value is not None else None
                 if body is not None:
                     found[key] = body
-                    self._local.put(key, body)
+                    self._local.put(key, body, left_s, generation)
             at += KEYS_AT_ONCE
 
-    def _cleared(self, epoch: bytes) -> bool:
-        """True when something was cleared since the last time: then all that is held here is forgotten."""
+    def _note(self, epoch: bytes) -> None:
+        """Forget all that is held here when something was cleared since the last time."""
         with self._lock:
             before, self._epoch = self._epoch, epoch
             if before is None or before == epoch:
-                return False
+                return
+            metrics.CACHE_DROPPED.inc(len(self._pending))
             self._pending.clear()
             self._pending_bytes = 0
-        self._local.clear()
-        return True
+            self._local.clear()
 
     def _write(self) -> None:
         while not self._closing.wait(self._settings.sync_interval_ms / 1000):
@@ -181,6 +194,7 @@ class ResultCache:
         if not configure and facts.run_id != self._run_id:
             facts = self._server.configure()
         self._run_id = facts.run_id
+        self._note(self._server.get([])[0])
         self.facts = CacheFacts(
             entries=facts.entries, bytes=facts.bytes, capacity_bytes=facts.capacity, evicted=facts.evicted
         )
@@ -190,33 +204,31 @@ class ResultCache:
         metrics.CACHE_EVICTED.set(facts.evicted)
 
     def _flush(self) -> None:
+        if self._pending and self._breaker.closed:
+            # What was cleared while it waited here must not come back.
+            self._guarded(lambda: self._note(self._server.get([])[0]))
         with self._lock:
             batch, self._pending = self._pending, {}
             self._pending_bytes = 0
             touched, self._touched = list(self._touched), {}
-            figures = {"hits": self._hits, "misses": self._misses}
         if not self._breaker.closed:
             # What a cache cannot take is not kept for it.
             metrics.CACHE_DROPPED.inc(len(batch))
             return
-        self._guarded(lambda: self._flush_to_server(batch, touched, figures))
+        self._guarded(lambda: self._flush_to_server(list(batch.items()), touched))
 
-    def _flush_to_server(self, batch: dict[bytes, bytes], touched: list[bytes], figures: dict[str, int]) -> None:
-        entries = list(batch.items())
-        for at in range(0, len(entries), KEYS_AT_ONCE):
-            part = [(key, self._values.pack(key, body)) for key, body in entries[at : at + KEYS_AT_ONCE]]
-            try:
-                self._server.put(part)
-            except OutOfMemoryError:
-                # It answers, so lookups go on.
-                metrics.CACHE_DROPPED.inc(len(part))
-                if not self._full:
-                    self._full = True
-                    log.warning("the result cache takes nothing more; new answers are not kept")
-            else:
-                self._full = False
-                metrics.CACHE_WRITTEN.inc(len(part))
-                figures["written"] = figures.get("written", 0) + len(part)
+    def _flush_to_server(self, entries: list[tuple[bytes, bytes]], touched: list[bytes]) -> None:
+        written = 0
+        try:
+            for at in range(0, len(entries), KEYS_AT_ONCE):
+                written += self._put_part(entries[at : at + KEYS_AT_ONCE])
+        finally:
+            # Each answer that was handed over is counted once, also when the server goes away in the middle.
+            metrics.CACHE_WRITTEN.inc(written)
+            metrics.CACHE_DROPPED.inc(len(entries) - written)
+            with self._lock:
+                self._untold["written"] += written
+                figures = dict(self._untold)
         for at in range(0, len(touched), 1024):
             self._server.touch(touched[at : at + 1024])
         try:
@@ -225,8 +237,21 @@ class ResultCache:
             # A full server is no reason not to ask it; the figures are told once it has room again.
             return
         with self._lock:
-            self._hits -= figures["hits"]
-            self._misses -= figures["misses"]
+            for name, number in figures.items():
+                self._untold[name] -= number
+
+    def _put_part(self, part: list[tuple[bytes, bytes]]) -> int:
+        """Write entries; how many were."""
+        try:
+            self._server.put([(key, self._values.pack(key, body)) for key, body in part])
+        except OutOfMemoryError:
+            # It answers, so lookups go on.
+            if not self._full:
+                self._full = True
+                log.warning("the result cache takes nothing more; new answers are not kept")
+            return 0
+        self._full = False
+        return len(part)
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:

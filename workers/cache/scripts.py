@@ -9,6 +9,18 @@ from __future__ import annotations
 #: What an entry takes besides its value: names, the member, the tables.
 OVERHEAD = 320
 
+#: Bytes of a value; what somebody put there that is none goes.
+_SIZE = """
+local function size_of(name)
+  local size = redis.pcall('STRLEN', name)
+  if type(size) == 'table' then
+    redis.call('DEL', name)
+    return 0
+  end
+  return size
+end
+"""
+
 _EVICT = f"""
 local function evict(used, limit, prefix)
   local gone = 0
@@ -30,14 +42,15 @@ end
 
 #: ARGV: capacity, now, ttl in seconds (0: none), prefix, then keys and values in turn.
 PUT = (
-    _EVICT
+    _SIZE
+    + _EVICT
     + f"""
 local used = tonumber(redis.call('GET', KEYS[2]) or '0')
 local capacity, now, ttl, prefix = tonumber(ARGV[1]), ARGV[2], ARGV[3], ARGV[4]
 local evicted, gone = 0, 0
 for i = 5, #ARGV, 2 do
   local name, size = prefix .. ARGV[i], #ARGV[i + 1]
-  local before = redis.call('STRLEN', name)
+  local before = size_of(name)
   if before > 0 and redis.call('ZREM', KEYS[1], ARGV[i] .. struct.pack('<I4', before)) == 1 then
     used = used - before - {OVERHEAD}
   end
@@ -83,11 +96,11 @@ return evicted
 )
 
 #: ARGV: prefix, then keys. Returns how many there were.
-DROP = f"""
+DROP = f"""{_SIZE}
 local dropped, freed = 0, 0
 for i = 2, #ARGV do
   local name = ARGV[1] .. ARGV[i]
-  local size = redis.call('STRLEN', name)
+  local size = size_of(name)
   if size > 0 then
     dropped = dropped + 1
     redis.call('DEL', name)
@@ -101,9 +114,9 @@ return dropped
 """
 
 #: ARGV: now, prefix, then keys.
-TOUCH = """
+TOUCH = f"""{_SIZE}
 for i = 3, #ARGV do
-  local size = redis.call('STRLEN', ARGV[2] .. ARGV[i])
+  local size = size_of(ARGV[2] .. ARGV[i])
   if size > 0 then redis.call('ZADD', KEYS[1], 'XX', ARGV[1], ARGV[i] .. struct.pack('<I4', size)) end
 end
 """
