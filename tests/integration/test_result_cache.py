@@ -188,7 +188,10 @@ def test_tenants_and_changed_answers_share_nothing_and_a_rollback_finds_its_own(
     source = write(tmp_path / "a.jsonl", [0.0] * 8)
 
     def hits_of(context: int, name: str, *options: str) -> tuple[int, str]:
-        worker = processes.worker(env | {"BATCHMILL_INFERENCE_MAX_SEQ_LEN": str(context)}, ECHO_MODEL)
+        entries = Path(env["BATCHMILL_MODELS"]).read_text()
+        changed = tmp_path / f"{name}.yaml"
+        changed.write_text(entries.replace("max_model_len: 4096", f"max_model_len: {context}"))
+        worker = processes.worker(env | {"BATCHMILL_MODELS": str(changed)}, ECHO_MODEL)
         summary = submit(processes, env, source, tmp_path / name, *options)
         worker.stop()
         return summary["usage"]["cache_hits"], answers(tmp_path / name)["c0"]["batchmill"]["fingerprint"]
