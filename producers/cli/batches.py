@@ -130,9 +130,10 @@ def _columns(width: int, *, header: bool) -> Table:
 
 
 def _hits(usage: TokenUsage) -> str | None:
-    asked = usage.cache_hits + usage.cache_misses
-    if not asked:
+    if not usage.cache_hits + usage.cache_misses:
         return None
+    # Where the cache is read at all, those that then shared an answer were looked up in vain as well.
+    asked = usage.cache_hits + usage.cache_misses + usage.shared
     return f"{usage.cache_hits:,} of {asked:,} asked for ({usage.cache_hits / asked:.0%}), {usage.cache_bytes:,} bytes"
 
 

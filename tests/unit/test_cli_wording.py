@@ -104,6 +104,27 @@ def test_markup_in_names_is_shown_not_obeyed(tmp_path: Path) -> None:
     assert any("[red]a" in line for line in _lines(card(_seen(LocalStore(tmp_path)), stored.NOW)))
 
 
+@pytest.mark.parametrize(
+    ("usage", "said"),
+    [
+        # A worker's figures count 200 misses here: those that shared an answer were looked up as well.
+        (Usage(cache_hits=0, cache_misses=10, shared=190), "0 of 200 asked for (0%)"),
+        (Usage(cache_hits=50, cache_misses=100, shared=50), "50 of 200 asked for (25%)"),
+        (Usage(shared=190), None),
+    ],
+)
+def test_what_the_cache_was_asked_for_is_what_its_own_figures_count(
+    tmp_path: Path, usage: Usage, said: str | None
+) -> None:
+    store = LocalStore(tmp_path)
+    of = stored.batch(store, requests=200)
+    text = "\n".join(
+        _lines(card(view(of, stored.status(store, of, "completed", 200, usage=usage), None), stored.NOW), 120)
+    )
+    assert "190 answered by equal" in text or usage.shared != 190
+    assert (said in text) if said is not None else ("asked for" not in text)
+
+
 def test_a_frame_tells_all_that_a_person_waits_for(tmp_path: Path) -> None:
     text = "\n".join(_lines(frame(_seen(LocalStore(tmp_path)), Pace(12.3, 250, 12)), 120))
     for part in (
