@@ -32,6 +32,8 @@ from workers.cache.fingerprint import fingerprint
 from workers.cache.key import Space
 from workers.cache.memory import Memory
 from workers.cache.result_cache import ResultCache
+from workers.cache.template_clock import Clock, clock_of
+from workers.cache.uncached import Uncached
 from workers.chunk import ChunkRun, ChunkWork
 from workers.engine import loader, warm_up
 from workers.engine.base import EngineStats
@@ -39,6 +41,7 @@ from workers.engine_thread import EngineThread
 from workers.health import Health, Verdict
 from workers.lane import Lane, inside_limit
 from workers.lease import Leases
+from workers.models.source import model_folder
 from workers.outbox import Abandoned, Outbox
 
 if TYPE_CHECKING:
@@ -104,6 +107,7 @@ class Node:
         #: Chunks that have ended so far.
         self.ended = 0
         self._answered: OrderedDict[str, None] = OrderedDict()
+        self._uncached = Uncached()
         self._space = Space(model, "")
         self._cache = ResultCache(settings, model) if settings.cache.url and self._entry.cache != "off" else None
         if self._cache is not None:
@@ -148,7 +152,7 @@ class Node:
         self._crumb = self._drop_crumb(inside_limit(facts.max_num_seqs))
         self._lane = Lane(self.thread, self._low, self._crumb)
         mark = fingerprint(self.model, self._entry, facts)
-        self._space = Space(self.model, mark, everything=self._entry.cache == "all")
+        self._space = Space(self.model, mark, everything=self._entry.cache == "all", clock=self._template_clock())
         self.state = "ready"
 
     def stats(self) -> EngineStats:
@@ -310,8 +314,16 @@ class Node:
             log.warning("no breadcrumb: a crash will not tell which requests were inside", error=str(exc))
             return None
 
+    def _template_clock(self) -> Clock:
+        """What the model's chat template prints of the time; the echo engine has no template."""
+        if self.settings.inference.engine == "echo":
+            return Clock.NONE
+        return clock_of(model_folder(self.model, self._entry, self.settings), self._entry.engine)
+
     def _memory_for(self, chunk: Chunk) -> Memory | None:
         cache = self._cache if chunk.cache != "off" else None
+        if chunk.cache != "off" and not self.settings.cache.url:
+            self._uncached.note(chunk)
         # An engine that answers in bulk takes a whole chunk in one call; suspects are judged each for itself.
         share = self._entry.cache != "off" and self.counts_outstanding and not chunk.isolated
         return Memory(cache, self._space, chunk, share=share) if cache is not None or share else None

@@ -11,12 +11,14 @@ import zstandard
 
 from common.errors import UsageError
 from common.registry import ModelVersion
+from tests.support.chunks import make_chunk
 from workers import cli
 from workers.cache import commands
 from workers.cache.breaker import Breaker
 from workers.cache.fingerprint import fingerprint
 from workers.cache.key import Space
 from workers.cache.local import OVERHEAD, LocalCache
+from workers.cache.uncached import Uncached
 from workers.cache.value import MAX_BODY, Values
 from workers.engine.base import EngineFacts
 from workers.models.digest import combine, digest_files
@@ -36,6 +38,21 @@ def test_the_least_recently_used_goes_first() -> None:
     assert cache.get(b"a") == b"a" * 10
     cache.put(b"d", b"d" * 10)
     assert [name for name in (b"a", b"b", b"c", b"d") if cache.get(name) is not None] == [b"a", b"c", b"d"]
+
+
+def test_a_wish_for_a_cache_that_is_not_there_is_said_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Log:
+        def warning(self, _: str, *, batch: str, cache: str) -> None:
+            said.append(batch)
+
+    monkeypatch.setattr("workers.cache.uncached.log", Log())
+    uncached = Uncached()
+    first, second = (make_chunk([b"{}"], "m@1", batch=batch, cache="on") for batch in ("batch_a", "batch_b"))
+    for chunk in (first, first, second, first):
+        uncached.note(chunk)
+    assert said == ["batch_a", "batch_b"]
 
 
 def test_it_never_holds_more_than_it_may() -> None:

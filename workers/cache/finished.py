@@ -98,7 +98,7 @@ class FinishedBatch:
                     elif line.response.status_code == 200:
                         space = spaces.get(mark)
                         if space is None:
-                            space = spaces[mark] = Space(line.batchmill.model, mark, everything=everything)
+                            space = spaces[mark] = Space(line.batchmill.model, mark, everything=everything, today=None)
                         key = space.key(self._batch.tenant, row.url, row.body)
                         if key is not None:
                             self.tally.determined += 1

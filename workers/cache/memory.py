@@ -56,10 +56,12 @@ class Memory:
             private = chunk.cache not in ("read", "on")
             self._scopes = [limit + part.batch.encode() if private else limit for part in chunk.slices]
         self._keys: dict[tuple[int, int], bytes] = {}
+        self._day = ""
 
     def recall(self, work: Rows) -> None:
         """Answer what the cache has, and say which of the other rows may share an answer."""
         wanted: list[tuple[int, bytes]] = []
+        self._day = self._space.day()
         rows = work.rows()
         for number, (part, row) in enumerate(rows):
             found = self._space.key(self._tenants[part], row.url, row.body)
@@ -90,6 +92,9 @@ class Memory:
     def keep(self, taken: list[Done]) -> None:
         """Remember answers that have just been published."""
         if not self._write or self._cache is None:
+            return
+        if self._space.day() != self._day:
+            # A template that prints the date may have printed either, so the keys, told before midnight, may be wrong.
             return
         for done in taken:
             # What was shared, its leader keeps.
