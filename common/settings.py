@@ -207,7 +207,8 @@ _AT_LEAST: dict[str, float] = {
     "scheduler.takeover_s": 0.5,
     "broker.visibility_timeout_s": 2,
     "broker.heartbeat_s": 1,
-    "cache.capacity_gb": 0.001,
+    # An empty Redis takes more than a thousandth already.
+    "cache.capacity_gb": 0.01,
     "cache.timeout_ms": 1,
     "cache.sync_interval_ms": 1,
     "cache.ttl_s": 1,

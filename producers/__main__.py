@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     """Run the command line and exit with its code (docs/cli.md lists them)."""
-    from producers.cli import say
+    from common import say
     from producers.cli.handler import run
 
     say.lenient()

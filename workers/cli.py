@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from common.errors import BatchmillError, UsageError
+from common import say
+from common.command import guard
 from workers.cache.cli import app as cache_app
 from workers.models.cli import app as models_app
 from workers.preflight.cli import check
@@ -57,25 +58,7 @@ def start(
 
 
 def main() -> None:
-    """Entry point: a person's errors are one line, without a traceback."""
-    try:
-        code = app(prog_name="workers", standalone_mode=False)
-    except BatchmillError as exc:
-        _end(str(exc), exc.exit_code)
-    except Exception as exc:
-        usage = getattr(exc, "format_message", None)
-        if usage is None:
-            raise
-        # The parser's own errors: an unknown option, a missing argument, no command at all.
-        said = " ".join(usage().split()).rstrip(".") or "a command is missing"
-        context = getattr(exc, "ctx", None)
-        where = context.command_path if context is not None else "workers"
-        _end(f"{said[:1].lower()}{said[1:]} (see {where} --help)", UsageError.exit_code)
-    else:
-        sys.exit(code if isinstance(code, int) else 0)
-
-
-def _end(message: str, code: int) -> NoReturn:
-    sys.stderr.write(f"workers: {message}\n")
-    sys.stderr.flush()
-    sys.exit(code)
+    """Entry point: exits with the command's code (docs/cli.md); an error is one line, without a traceback."""
+    say.lenient()
+    argv = sys.argv[1:]
+    sys.exit(guard("workers", lambda: app(argv, prog_name="workers", standalone_mode=False), argv))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
+from common import exits, say
 from producers.analyze.analysis import analyze as look_at
 from producers.analyze.report import Analysis, Forecast, Seconds
-from producers.cli import exits, say, surroundings, wording
+from producers.cli import surroundings, wording
 from producers.cli.reading import reading
 
 

@@ -102,7 +102,7 @@ def root(
 ) -> None:
     """Options of all commands."""
     if version:
-        from producers.cli import say
+        from common import say
         from producers.cli.surroundings import installed_version
 
         say.out(f"batchmill {installed_version()}")

@@ -9,9 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from common import say
 from common.errors import Damaged
 from producers.batch_view import BatchView, TokenUsage, look, recent
-from producers.cli import say, surroundings, wording
+from producers.cli import surroundings, wording
 
 #: Columns that a list needs for ids that are whole.
 NARROWEST = 80

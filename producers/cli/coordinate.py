@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from common import logs
+from common import exits, logs, say
 from common.errors import UsageError
-from producers.cli import exits, say, surroundings
+from producers.cli import surroundings
 
 
 def coordinate(shard: int) -> int:

@@ -10,13 +10,13 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from common import addresses
+from common import addresses, exits, say
 from common.errors import BatchmillError, Unreachable, UsageError
 from common.store import open_store
 from producers import embedded
 from producers.attendant import PROBLEM_S, Hold
 from producers.batch_view import standing
-from producers.cli import exits, say, surroundings, wording
+from producers.cli import surroundings, wording
 from producers.embedded import Record
 
 #: Stay until told to end.

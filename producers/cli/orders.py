@@ -5,12 +5,13 @@ from __future__ import annotations
 import getpass
 import socket
 
+from common import exits, say
 from common.errors import UsageError
 from common.settings import Settings
 from common.store import Store
 from producers.batch import PRIORITIES
 from producers.batch_view import BatchView, ask, look
-from producers.cli import exits, say, surroundings, wording
+from producers.cli import surroundings, wording
 
 
 def cancel(batch_id: str, *, as_json: bool) -> int:

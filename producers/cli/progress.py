@@ -13,8 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from common import say
 from producers.batch_view import BatchView
-from producers.cli import say, wording
+from producers.cli import wording
 from producers.following import Meter, Pace
 
 #: Seconds between two lines where there is no terminal and nothing but the numbers changed.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
+from common import exits, say
 from common.errors import UsageError
 from producers import prune as pruning
 from producers import schedule
-from producers.cli import exits, say, surroundings, wording
+from producers.cli import surroundings, wording
 
 
 def prune(*, older_than: str, dry_run: bool, as_json: bool) -> int:

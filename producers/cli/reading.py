@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from common import collector
-from producers.cli import say
+from common import collector, say
 
 #: Is called with the bytes (as stored) and the lines read so far.
 Progress = Callable[[int, int], None]

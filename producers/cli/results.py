@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from common import exits, say
 from common.errors import UsageError
 from common.settings import Settings
 from common.store import Store
 from producers import outputs
 from producers.batch_view import BatchView, look
-from producers.cli import exits, say, surroundings, wording
+from producers.cli import surroundings, wording
 from producers.cli.watch import default_folder, hand_over, tell
 
 STDOUT = "-"

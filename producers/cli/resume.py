@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common import exits, say
 from common.errors import Damaged, UsageError
 from common.store import Store
 from producers.batch_view import BatchView, look
-from producers.cli import exits, say, surroundings, wording
+from producers.cli import surroundings, wording
 from producers.cli.batches import warn_of_damage
 from producers.cli.watch import default_folder, followed, outcome, put, running_fleet, tell
 from producers.following import Pace

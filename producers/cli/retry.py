@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import say
 from common.errors import UsageError
 from producers import intake
 from producers.batch import read_batch
 from producers.batch_view import look
-from producers.cli import say, surroundings, wording
+from producers.cli import surroundings, wording
 from producers.cli.submit import let_go, warn_of_hours
 from producers.cli.watch import default_folder, running_fleet, to_the_end
 from producers.intake import Options

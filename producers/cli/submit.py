@@ -6,13 +6,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import exits, say
 from common.registry import Registry
 from common.settings import Settings
 from common.store import Store
 from producers import intake
 from producers.batch import Batch
 from producers.batch_view import BatchView, look
-from producers.cli import exits, say, surroundings, wording
+from producers.cli import surroundings, wording
 from producers.cli.reading import reading
 from producers.cli.validate import refusals_told
 from producers.cli.watch import default_folder, output_again, running_fleet, tell, to_the_end

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from producers.cli import exits, say, surroundings, wording
+from common import exits, say
+from producers.cli import surroundings, wording
 from producers.cli.reading import reading
 from producers.intake import LineError, Options, Rejected, Report
 from producers.intake import validate as check

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import msgspec
 
+from common import exits, say
 from common.errors import BatchmillError
 from common.settings import Settings
 from common.store import Store
 from producers.batch_view import BatchView, look
-from producers.cli import exits, say, surroundings, wording
+from producers.cli import surroundings, wording
 from producers.cli.progress import display
 from producers.following import follow
 from producers.outputs import NoOutputs, Outputs, check_folder, deliver

@@ -25,7 +25,7 @@ _STEADY_S = 60.0
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 #: What our commands say to a person.
-_SPOKEN = re.compile(r"^(workers|producers): (?!.*; waiting up to)(error: )?")
+_SPOKEN = re.compile(r"^(workers|producers): (?!.*; waiting up to|set BATCHMILL_DEBUG)(error: )?")
 _TELLING = re.compile(r"^(error|usage|fatal)|error:|Error\b|cannot|No module named", re.IGNORECASE)
 
 

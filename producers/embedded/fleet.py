@@ -332,7 +332,7 @@ def _complete(settings: Settings, where: Layout, env: Mapping[str, str]) -> Sett
         # Another database of the fleet's own server, where the cache counts its own bytes (docs/cache.md).
         most = CACHE_SHARE * physical_memory() / (1 << 30) or cache.capacity_gb
         cache = replace(
-            cache, url=f"unix://{quote(str(where.socket))}?db=1", capacity_gb=max(0.001, min(cache.capacity_gb, most))
+            cache, url=f"unix://{quote(str(where.socket))}?db=1", capacity_gb=max(0.01, min(cache.capacity_gb, most))
         )
     store = settings.store
     inference = settings.inference

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from common import places
 from common.errors import Unreachable, UsageError
 from common.settings import load
 from tests.support.brokers import RedisServer, redis_server
 from workers.cache.finished import Tally
 from workers.cache.key import Space
-from workers.cache.server import CacheServer
+from workers.cache.server import COUNTS, CacheServer
 from workers.cache.value import values
 from workers.cli import app
 
@@ -54,14 +55,14 @@ def server(redis_of_module: RedisServer, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def run() -> Run:
-    """Runs `workers cache …`: its text, its JSON with `--json`, or the error it ends in."""
+    """Runs `workers cache …`: its text (`err`: on stderr), its JSON with `--json`, or the error it ends in."""
 
-    def command(*argv: str) -> Any:
+    def command(*argv: str, err: bool = False) -> Any:
         result = CliRunner().invoke(app, ["cache", *argv])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert result.exit_code == 0, result.output
-        return json.loads(result.stdout) if "--json" in argv else result.stdout
+        return json.loads(result.stdout) if "--json" in argv else result.stderr if err else result.stdout
 
     return command
 
@@ -92,11 +93,21 @@ def test_what_is_exported_comes_back_elsewhere(
     made = fill(server, 700) | fill(server, 5, "n@1")
     with redis_of_module.client(0) as client:
         client.set(b"bm:cache:" + b"x" * 48, "not ours")
-    assert run("export", "all.bin", "--json")["entries"] == 705
-    assert run("export", "n.bin", "--model", "n@1", "--json")["entries"] == 5
+    found = run("export", "all.bin", "--json")
+    assert (found["entries"], found["unreadable"]) == (705, 1)
+    assert "1 could not be read: signed with another key" in run("export", "all.bin", err=True)
+    assert run("export", "n.bin", "--model", "n@1", "--json") == {
+        "file": "n.bin",
+        "entries": 5,
+        "unreadable": 0,
+        "bytes": (tmp_path / "n.bin").stat().st_size,
+    }
     assert (tmp_path / "all.bin").stat().st_mode & 0o777 == 0o600
     # Into another fleet, whose key is another.
     monkeypatch.setenv("BATCHMILL_SECURITY_RESULTS_KEY", "cd" * 32)
+    with pytest.raises(UsageError, match=r"none of the 706 entries.*security\.results_key"):
+        run("export", "other.bin")
+    assert not (tmp_path / "other.bin").exists()
     for name, count in (("n.bin", 5), ("all.bin", 705)):
         with redis_of_module.client(0) as client:
             client.flushall()
@@ -177,7 +188,7 @@ def test_a_command_changes_nothing_of_how_the_workers_set_the_server_up(
     workers.configure()
     fill(workers, 40, size=5000)
     workers.close()
-    monkeypatch.setenv("BATCHMILL_CACHE_CAPACITY_GB", "0.001")
+    monkeypatch.setenv("BATCHMILL_CACHE_CAPACITY_GB", "0.01")
     run("export", "all.bin")
     run("import", "all.bin")
     found = run("stats", "--json")
@@ -251,4 +262,19 @@ def test_what_cannot_be_reached_or_is_not_there_is_one_line(
     assert "secret" not in str(caught.value)
     monkeypatch.delenv("BATCHMILL_CACHE_URL")
     with pytest.raises(UsageError, match=r"cache\.url is not set"):
+        run("stats")
+    # The settings of a fleet that is down.
+    socket = places.fleet_dir() / "redis.sock"
+    socket.parent.mkdir(parents=True, exist_ok=True)
+    (socket.parent / "settings.yaml").write_text(f"cache: {{url: 'unix://{socket}?db=1'}}")
+    with pytest.raises(Unreachable, match=r"the embedded fleet is not up.*producers fleet up"):
+        run("stats")
+
+
+def test_what_others_put_among_its_figures_is_no_defect(server: CacheServer, run: Run) -> None:
+    server.count("m@1", {"hits": 2})
+    server._redis.hset(COUNTS, mapping={"foo": "abc", "m@1:misses": "abc", "x": b"\xff"})
+    assert run("stats", "--json")["models"] == {"m@1": {"hits": 2, "misses": 0, "written": 0}}
+    server._redis.set(COUNTS, "abc")
+    with pytest.raises(UsageError, match="something else under a name of the cache"):
         run("stats")

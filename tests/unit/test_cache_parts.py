@@ -219,4 +219,24 @@ def test_wrong_usage_of_workers_is_two_and_one_line(
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)
     assert says in shown.err
-    assert shown.err.startswith("workers: ")
+    assert shown.err.startswith("workers: error: ")
+
+
+def test_a_defect_of_workers_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a traceback is for who asks for one."""
+
+    def fail() -> None:
+        raise KeyError("counts")
+
+    monkeypatch.setattr("workers.cache.commands.stats", fail)
+    monkeypatch.setattr("sys.argv", ["workers", "cache", "stats"])
+    for debug, traceback in (("0", False), ("1", True)):
+        monkeypatch.setenv("BATCHMILL_DEBUG", debug)
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        err = capsys.readouterr().err
+        assert caught.value.code == 70
+        assert "workers: error: unexpected KeyError: 'counts'; this is a bug" in err
+        assert ("Traceback" in err) is traceback

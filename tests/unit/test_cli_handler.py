@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from common import exits, say
+from common.command import guard
 from common.errors import InvalidInput, Unreachable, UsageError
 from common.ids import new_batch_id
 from common.store import LocalStore
 from producers.batch_view import look
-from producers.cli import exits, say
-from producers.cli.handler import guard, run
+from producers.cli.handler import run
 from producers.cli.watch import way_back
 from producers.embedded import record
 from producers.embedded.layout import layout

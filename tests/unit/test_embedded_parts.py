@@ -222,6 +222,10 @@ def test_a_log_that_becomes_large_meanwhile_is_set_aside_too(tmp_path: Path) -> 
         ("only this\n\n", "only this"),
         ("workers: m@1 is not here\n[warning  ] worker failed, error=x\nbye\n", "m@1 is not here"),
         ("producers: error: no disk\nworkers: redis does not answer; waiting up to 30 s for it\n", "no disk"),
+        (
+            "workers: error: unexpected KeyError: 'a'; this is a bug\nworkers: set BATCHMILL_DEBUG=1 to see it\n",
+            "unexpected KeyError: 'a'; this is a bug",
+        ),
         ("error: " + "x" * 1000, "x" * 300),
     ],
 )

@@ -376,7 +376,7 @@ def test_commands(tmp_path: Path, bucket: ModelVersion) -> None:
     (tmp_path / "models" / "tiny" / "1" / "config.json").write_text("no")
     bad = run_command(tmp_path, "verify")
     assert bad.returncode == 2
-    assert bad.stderr.startswith("workers: model tiny@1: ")
+    assert bad.stderr.startswith("workers: error: model tiny@1: ")
     assert bad.stderr.count("\n") == 1
     assert json.loads(run_command(tmp_path, "verify", "--json").stdout)[0]["ok"] is False
-    assert run_command(tmp_path, "pull", "nope").stderr.startswith("workers: unknown model 'nope'")
+    assert run_command(tmp_path, "pull", "nope").stderr.startswith("workers: error: unknown model 'nope'")

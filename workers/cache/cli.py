@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
+from common import say
 from common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def stats(json: AsJson = False) -> None:
     if json:
         _print_json(found)
     else:
-        typer.echo("\n".join(_table(found)))
+        say.out("\n".join(_table(found)))
 
 
 @app.command("export")
@@ -42,11 +42,13 @@ def export_entries(
     """Write the cache's entries to FILE, which appears once it is whole."""
     from workers.cache import commands
 
-    count, size = commands.export(file, model)
+    done = commands.export(file, model)
     if json:
-        _print_json({"file": str(file), "entries": count, "bytes": size})
-    else:
-        typer.echo(f"{file}: {count:,} entries, {size:,} bytes")
+        _print_json(done)
+        return
+    say.out(f"{file}: {done.entries:,} entries, {done.bytes:,} bytes")
+    if done.unreadable:
+        say.err(f"{done.unreadable:,} could not be read: signed with another key, or none of ours; they were left out")
 
 
 @app.command("import")
@@ -59,7 +61,7 @@ def import_entries(file: File, json: AsJson = False) -> None:
         _print_json(done)
         return
     there = "all of them" if done.written == done.entries else f"{done.written:,} of them"
-    typer.echo(f"{file}: {done.entries:,} entries, {there} in the cache now")
+    say.out(f"{file}: {done.entries:,} entries, {there} in the cache now")
     _say_pushed_out(done.pushed_out, done.capacity_bytes)
 
 
@@ -76,12 +78,12 @@ def warm(
         _print_json(done)
         return
     there = "all of them" if done.written == done.determined else f"{done.written:,} of them"
-    typer.echo(f"{batch}: {done.determined:,} of {done.lines:,} answers are determined, {there} in the cache now")
+    say.out(f"{batch}: {done.determined:,} of {done.lines:,} answers are determined, {there} in the cache now")
     _say_pushed_out(done.pushed_out, done.capacity_bytes)
     if done.too_large:
-        typer.echo(f"{done.too_large:,} are larger than an entry may be and were left out", err=True)
+        say.err(f"{done.too_large:,} are larger than an entry may be and were left out")
     if done.unmarked:
-        typer.echo(f"{done.unmarked:,} lines carry no fingerprint (an older release) and were left out", err=True)
+        say.err(f"{done.unmarked:,} lines carry no fingerprint (an older release) and were left out")
 
 
 @app.command()
@@ -99,12 +101,12 @@ def clear(
     if json:
         _print_json({"model": model, "removed": count})
     else:
-        typer.echo(f"{model or 'all models'}: {count:,} entries removed")
+        say.out(f"{model or 'all models'}: {count:,} entries removed")
 
 
 def _say_pushed_out(count: int, capacity: int) -> None:
     if count:
-        typer.echo(
+        say.out(
             f"{count:,} were pushed out again by what came after them: the cache has room for {_mb(capacity)}. Raise "
             "cache.capacity_gb, and maxmemory where its server has a lower one (`workers cache stats`)"
         )
@@ -141,4 +143,4 @@ def _mb(size: int) -> str:
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(msgspec.json.encode(value))
+    say.json(value)

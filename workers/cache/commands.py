@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import msgspec
 import redis
@@ -84,6 +85,16 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True):
     capacity_bytes: int
 
 
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """`workers cache export --json`."""
+
+    file: str
+    entries: int
+    #: Entries that are signed with another key, or are none; the file has not got them.
+    unreadable: int
+    bytes: int
+
+
 def stats() -> Stats:
     """Figures of the cache's server."""
     settings = _settings()
@@ -103,10 +114,11 @@ def stats() -> Stats:
     )
 
 
-def export(file: Path, model: str | None) -> tuple[int, int]:
-    """Write all entries, or a model's, to a file; it appears when it is whole. Entries written, and bytes.
+def export(file: Path, model: str | None) -> Exported:
+    """Write all entries, or a model's, to a file; it appears when it is whole.
 
-    `UsageError` before anything is asked of the server for what is no regular file.
+    `UsageError` before anything is asked of the server for what is no regular file, and when there are entries and
+    none can be read.
     """
     if str(file) == "-":
         raise UsageError("-: the entries go to a file, not to stdout; name one")
@@ -118,16 +130,23 @@ def export(file: Path, model: str | None) -> tuple[int, int]:
         server.leave_no_trace()
         # Readable by its owner alone: it holds answers.
         with replacing(file, 0o600) as out:
-            writer = Writer(out)
+            writer, unreadable = Writer(out), 0
             for version in versions:
                 for keys in server.scan(version):
                     for key, value in zip(keys, server.get(keys)[1], strict=True):
                         frame = sealed.frame(key, value) if value is not None else None
                         if frame is not None:
                             writer.add(key, frame)
+                        elif value is not None:
+                            unreadable += 1
+            if unreadable and not writer.count:
+                raise UsageError(
+                    f"none of the {unreadable:,} entries in the cache could be read: they are signed with another key; "
+                    "set security.results_key to that of the fleet whose answers they are"
+                )
             writer.close()
             size = out.tell()
-    return writer.count, size
+    return Exported(file=str(file), entries=writer.count, unreadable=unreadable, bytes=size)
 
 
 def import_(file: Path) -> Imported:
@@ -231,8 +250,21 @@ def _server(settings: Settings) -> Iterator[CacheServer]:
     try:
         server.follow()
         yield server
+    except redis.ResponseError as exc:
+        if str(exc).startswith("WRONGTYPE"):
+            raise UsageError(
+                f"cache.url: {settings.cache.url} holds something else under a name of the cache than workers do; "
+                "delete its keys that begin with bm:cache/ (figures and epochs, no answers), then try again"
+            ) from None
+        raise Unreachable(f"cache.url: {settings.cache.url} refuses: {exc}") from None
     except redis.RedisError as exc:
-        raise Unreachable(f"cache.url: {settings.cache.url} does not answer: {type(exc).__name__}: {exc}") from None
+        why = f"cache.url: {settings.cache.url} does not answer: {type(exc).__name__}: {exc}"
+        if str(places.fleet_dir()) in unquote(settings.cache.url):
+            why = (
+                "the embedded fleet is not up, and its cache with it; bring it up (producers fleet up), or name "
+                "another server in cache.url"
+            )
+        raise Unreachable(why) from None
     finally:
         server.close()
 

@@ -14,6 +14,7 @@ the cache counts. Whatever of these is lost costs misses or figures, never a wro
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import sys
 import time
@@ -113,7 +114,7 @@ class CacheServer:
         info: Any = self._redis.info("memory")
         used, said = cast(Any, self._redis.exists(LRU)), cast(Any, self._redis.get(CAPACITY))
         if used and said:
-            self.policy, self.capacity = "counts", int(said)
+            self.policy, self.capacity = "counts", _number(said) or self.capacity
         elif str(info.get("maxmemory_policy", "")).startswith("allkeys-") and int(info.get("maxmemory", 0)):
             self.policy, self.capacity = "evicts", int(info["maxmemory"])
         else:
@@ -134,7 +135,7 @@ class CacheServer:
         else:
             entries = int(cast(Any, self._redis.zcard(LRU)))
             found = cast(list[bytes | None], self._redis.mget([BYTES, EVICTED]))
-            used, evicted = (int(n or 0) for n in found)
+            used, evicted = (_number(n) for n in found)
             capacity = min(capacity, limit or capacity)
         return ServerFacts(self.policy, entries, used, capacity, evicted, whole, limit, str(info["run_id"]))
 
@@ -175,7 +176,7 @@ class CacheServer:
             self._put(keys=[LRU, BYTES, EVICTED], args=[min(self._room, self.capacity), *arguments])
         except OutOfMemoryError:
             # A server that is smaller than the capacity said: live with what it has.
-            used = int(cast(Any, self._redis.get(BYTES)) or 0)
+            used = _number(cast(Any, self._redis.get(BYTES)))
             # On a very small one a tenth is less than what comes, which the server holds a second time as a command.
             coming = sum(len(value) + scripts.OVERHEAD for _, value in entries)
             self._room = max(1, used - max(used // 10, 2 * coming))
@@ -205,7 +206,8 @@ class CacheServer:
         found: dict[str, dict[str, int]] = {}
         for field, number in cast(dict[bytes, bytes], self._redis.hgetall(COUNTS)).items():
             model, _, name = field.decode("utf-8", "replace").rpartition(":")
-            found.setdefault(model, {})[name] = int(number)
+            if model:
+                found.setdefault(model, {})[name] = _number(number)
         return found
 
     def ping(self) -> None:
@@ -290,6 +292,11 @@ class CacheServer:
             own = int(info.get("maxmemory", 0))
             return str(info.get("maxmemory_policy", "")).startswith("allkeys-") and 0 < own <= self.capacity
         return True
+
+
+def _number(text: bytes | None) -> int:
+    """A figure that the server keeps; 0 where it has none, or somebody put something else there."""
+    return int(text) if text is not None and re.fullmatch(rb"-?\d{1,18}", text) else 0
 
 
 def _identity(url: str, timeout_s: float) -> tuple[str, int] | None:

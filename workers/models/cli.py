@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
+from common import addresses, say
 from common import registry as registries
 from common import settings as setting_files
 from common.errors import BatchmillError, UsageError
@@ -32,7 +32,7 @@ def pull(model: Model = None, json: AsJson = False) -> None:
     if json:
         _print_json({"model": name, "folder": str(done.folder), "digest": done.digest, "new": done.new})
     elif not done.new:
-        typer.echo(f"{name}: already here, {done.folder}")
+        say.out(f"{name}: already here, {done.folder}")
 
 
 @app.command("verify")
@@ -51,7 +51,7 @@ def verify_models(model: Model = None, json: AsJson = False) -> None:
         else:
             results.append({"model": name, "ok": True, "folder": str(found.folder), "digest": found.digest})
             if not json:
-                typer.echo(f"{name}: {found.digest}, {found.folder}")
+                say.out(f"{name}: {found.digest}, {found.folder}")
     if json:
         _print_json(results)
         if failed:
@@ -59,7 +59,7 @@ def verify_models(model: Model = None, json: AsJson = False) -> None:
     elif failed:
         raise UsageError("\n".join(failed))
     elif not names:
-        typer.echo("no model is on this machine; `workers models pull` brings the default one")
+        say.out("no model is on this machine; `workers models pull` brings the default one")
 
 
 @app.command("list")
@@ -73,7 +73,7 @@ def list_models(json: AsJson = False) -> None:
         rows.append(
             {
                 "model": name,
-                "source": entry.source,
+                "source": addresses.shown(entry.source),
                 "here": here,
                 "folder": str(model_folder(name, entry, settings)),
                 "digest": entry.digest or (record.digest if record else None),
@@ -84,7 +84,7 @@ def list_models(json: AsJson = False) -> None:
         return
     width = max((len(row["model"]) for row in rows), default=0)
     for row in rows:
-        typer.echo(f"{row['model']:<{width}}  {'here' if row['here'] else '-':<4}  {row['source']}")
+        say.out(f"{row['model']:<{width}}  {'here' if row['here'] else '-':<4}  {row['source']}")
 
 
 def _is_here(registry: Registry, name: str, settings: Settings) -> bool:
@@ -96,8 +96,8 @@ def _is_here(registry: Registry, name: str, settings: Settings) -> bool:
 
 
 def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    say.err(line)
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(msgspec.json.encode(value))
+    say.json(value)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 import typer
 
 from common import registry as registries
+from common import say
 from common import settings as setting_files
 from common.errors import UsageError
 
@@ -28,9 +28,9 @@ def check(
     set_environment(settings)
     found = check_all(name, registry.get(name), settings, registry.where, full=full)
     if json:
-        typer.echo(msgspec.json.encode(found))
+        say.json(found)
     else:
         for one in found:
-            typer.echo(f"{one.level:<8} {one.check:<8} {one.text}")
+            say.out(f"{one.level:<8} {one.check:<8} {one.text}")
     if any(one.level == "problem" for one in found):
         raise typer.Exit(UsageError.exit_code)

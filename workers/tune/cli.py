@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from common import registry as registries
+from common import say
 from common import settings as setting_files
 from common.errors import UsageError
 from common.interrupts import terminated_like_interrupted
@@ -74,14 +75,12 @@ def tune(
         _check_writable(where)
         kept = edit.fault(where, name, NAMES)
     if kept is not None and not dry_run:
-        typer.echo(f"nothing will be written: {kept}", err=True)
+        say.err(f"nothing will be written: {kept}")
     engines = f"{len(points)} engines, one after the other" if len(points) > 1 else "one engine"
-    typer.echo(f"{name}: {engines}, {count} requests of {sample} each", err=True)
+    say.err(f"{name}: {engines}, {count} requests of {sample} each")
     lines = _Table(chunks=chunk_requests is not None)
     with terminated_like_interrupted():
-        measured = sweep.run(
-            name, points, str(sample), requests, timeout, lambda row: typer.echo(lines.row(row), err=True)
-        )
+        measured = sweep.run(name, points, str(sample), requests, timeout, lambda row: say.err(lines.row(row)))
     found = sweep.best(measured, now)
     if found is None:
         raise UsageError(f"{name}: no engine of the sweep answered the sample; the first said: {measured[0].problem}")
@@ -93,28 +92,26 @@ def tune(
             # It was changed meanwhile; what was measured is said all the same.
             kept = str(exc)
     if json:
-        typer.echo(
-            msgspec.json.encode(
-                {
-                    "model": name,
-                    "sample": str(sample),
-                    "requests": count,
-                    "points": [_fields(row) for row in measured],
-                    "best": _fields(found),
-                    "written": str(where) if kept is None else None,
-                    "not_written": kept,
-                }
-            )
+        say.json(
+            {
+                "model": name,
+                "sample": str(sample),
+                "requests": count,
+                "points": [_fields(row) for row in measured],
+                "best": _fields(found),
+                "written": str(where) if kept is None else None,
+                "not_written": kept,
+            }
         )
         return
     numbers = ", ".join(f"{key} {getattr(found.numbers, key):,}" for key in NAMES)
-    typer.echo(f"best: {numbers}: {figures}")
+    say.out(f"best: {numbers}: {figures}")
     if found.numbers.chunk:
-        typer.echo(f"with chunks of {found.numbers.chunk}: scheduler.chunk_requests in fleet.yaml, for all its models")
+        say.out(f"with chunks of {found.numbers.chunk}: scheduler.chunk_requests in fleet.yaml, for all its models")
     if kept is None:
-        typer.echo(f"written to {where}")
+        say.out(f"written to {where}")
     else:
-        typer.echo("nothing was written (--dry-run)" if dry_run else f"nothing was written: {kept}")
+        say.out("nothing was written (--dry-run)" if dry_run else f"nothing was written: {kept}")
 
 
 class _Table:
