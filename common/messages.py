@@ -173,6 +173,8 @@ class Results(msgspec.Struct):
     #: Seconds the worker had the chunk; set on the last message.
     elapsed_s: float = 0.0
     crash: Crash | None = None
+    #: The result cache, where the chunk uses it, as the worker last saw it.
+    cache: CacheFacts | None = None
 
 
 _chunk_decoder = msgspec.msgpack.Decoder(Chunk)

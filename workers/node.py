@@ -330,6 +330,8 @@ class Node:
 
     def _send(self, chunk: Chunk, results: Results) -> None:
         queue = chunk.reply_to
+        if self._cache is not None and chunk.cache != "off":
+            results.cache = self._cache.facts
         self.outbox.publish(queue, self._results.seal(queue, encode(results)))
         self._count(results)
         if all(part.attempt == 1 for part in chunk.slices):

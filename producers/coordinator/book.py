@@ -152,6 +152,8 @@ class Book:
             return outcome
         for part in results.parts:
             self._part(part, chunk, results.node, place, now, outcome)
+            if results.cache is not None and (progress := self.batches.get(part.batch)) is not None:
+                progress.cache_seen = results.cache
         if results.model in self.lanes:
             self.lanes[results.model].silent.discard(results.node)
         if chunk is not None:

@@ -326,9 +326,14 @@ class Control:
             self._say(due, now)
 
     def _cache_of(self, progress: Progress) -> CacheFacts | None:
-        """The result cache as the workers of a batch that uses it last saw it."""
+        """The result cache as the workers of a batch that uses it last saw it.
+
+        Its results tell of it; before there are any, what workers announce does, which may be a while old.
+        """
         if progress.batch.cache == "off":
             return None
+        if progress.cache_seen is not None:
+            return progress.cache_seen
         seen = (w.cache for w in self._core.workers or () if w.model == progress.batch.model)
         return next((cache for cache in seen if cache is not None), None)
 

@@ -54,6 +54,8 @@ class Progress:
     closed_at: float | None = None
     #: The result cache as it was then.
     cache: CacheFacts | None = None
+    #: The same as its last results tell of it.
+    cache_seen: CacheFacts | None = None
     #: Why the batch cannot be processed.
     failure: str | None = None
     #: A trouble with this batch's own files; said beside its status.

@@ -194,6 +194,8 @@ def test_tenants_and_changed_answers_share_nothing_and_a_rollback_finds_its_own(
         worker = processes.worker(env | {"BATCHMILL_MODELS": str(changed)}, ECHO_MODEL)
         summary = submit(processes, env, source, tmp_path / name, *options)
         worker.stop()
+        # However short the batch is, and however new its worker.
+        assert summary["cache"]["capacity_bytes"] == 1 << 30
         return summary["usage"]["cache_hits"], answers(tmp_path / name)["c0"]["batchmill"]["fingerprint"]
 
     first, before = hits_of(1000, "one")

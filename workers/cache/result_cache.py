@@ -31,6 +31,8 @@ PENDING_BYTES = 64 << 20
 PENDING_TOUCHES = 16_384
 #: Seconds between two looks at the server's figures, and at whether it is still the one that we configured.
 LOOK_S = 10.0
+#: The same while it is used: a batch tells of what was seen last.
+LOOK_USED_S = 1.0
 #: Seconds that writing the rest may take when a worker ends.
 CLOSE_S = 2.0
 
@@ -60,6 +62,8 @@ class ResultCache:
         self._run_id = ""
         self._looked_at = time.monotonic()
         self._full = False
+        #: Since the last look.
+        self._used = False
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write, name="cache", daemon=True)
         self._writer.start()
@@ -77,6 +81,7 @@ class ResultCache:
         if not keys:
             return {}
         asked = list(dict.fromkeys(keys))
+        self._used = True
         # Before anything is found: what is cleared from now on does not count, whoever sees it first.
         generation = self._local.generation
         found = self._here(asked)
@@ -108,6 +113,7 @@ class ResultCache:
             metrics.CACHE_DROPPED.inc()
             return
         self._local.put(key, body)
+        self._used = True
         with self._lock:
             if key in self._pending:
                 return
@@ -172,7 +178,8 @@ class ResultCache:
             if self._breaker.due():
                 self._try_again()
             self._flush()
-            if self._breaker.closed and time.monotonic() - self._looked_at > LOOK_S:
+            if self._breaker.closed and time.monotonic() - self._looked_at > (LOOK_USED_S if self._used else LOOK_S):
+                self._used = False
                 self._guarded(self._look)
         self._flush()
 
