@@ -6,7 +6,7 @@ Writers take a window at a time, so nobody ever holds more than the window at ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 import msgspec
@@ -25,8 +25,10 @@ INVALID_INDEX = "invalid.idx"
 #: Code of the error lines of requests that intake refused.
 INVALID_CODE = "invalid_request"
 
-#: Rows encoded and written at a time: few system calls, and only a fraction of a window in memory twice.
+#: Rows encoded and written at a time, at most, and bytes of their bodies (one larger row goes alone): few system calls,
+#: and only a fraction of a window in memory twice.
 _WRITE_ROWS = 2048
+_WRITE_BYTES = 1 << 20
 
 _encode_row = msgspec.msgpack.Encoder().encode
 
@@ -56,8 +58,8 @@ class PlanWriter:
         if rows:
             indexes, _, custom_ids, urls, bodies, keys, costs, outputs = zip(*rows, strict=True)
             planned, shared = self._planner.order(keys, bodies, costs, outputs)
-            for at in range(0, len(planned), _WRITE_ROWS):
-                part = planned[at : at + _WRITE_ROWS]
+            for at, end in _parts([len(bodies[k]) for k in planned]):
+                part = planned[at:end]
                 self._write(
                     [
                         _encode_row(Row(pos, indexes[k], custom_ids[k], urls[k], bodies[k]))
@@ -65,7 +67,7 @@ class PlanWriter:
                     ],
                     [indexes[k] for k in part],
                     [costs[k] for k in part],
-                    shared[at : at + _WRITE_ROWS],
+                    shared[at:end],
                 )
         self._close_window(first, index_start, index_end)
 
@@ -80,13 +82,13 @@ class PlanWriter:
         if kept:
             # What two rows have in common, all between them have.
             shared = np.minimum.reduceat(shared[: kept[-1] + 1], np.append(0, np.array(kept[:-1], np.int64) + 1))
-        for at in range(0, len(rows), _WRITE_ROWS):
-            part = rows[at : at + _WRITE_ROWS]
+        for at, stop in _parts([len(row.body) for row in rows]):
+            part = rows[at:stop]
             self._write(
                 [_encode_row(Row(pos, r.index, r.custom_id, r.url, r.body)) for pos, r in enumerate(part, first + at)],
                 [r.index for r in part],
-                costs[at : at + _WRITE_ROWS],
-                shared[at : at + _WRITE_ROWS],
+                costs[at:stop],
+                shared[at:stop],
             )
         self._close_window(first, start, end)
 
@@ -108,6 +110,18 @@ class PlanWriter:
     def _close_window(self, first: int, index_start: int, index_end: int) -> None:
         if index_end > index_start:
             self.windows.append(Window(first, self.planned, index_start, index_end))
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of rows whose bodies have these sizes, each as much as is written at a time."""
+    start = size = 0
+    for at, more in enumerate(sizes):
+        if at > start and (at - start == _WRITE_ROWS or size + more > _WRITE_BYTES):
+            yield start, at
+            start, size = at, 0
+        size += more
+    if sizes:
+        yield start, len(sizes)
 
 
 class InvalidWriter:

@@ -30,9 +30,11 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-#: A window never holds more rows or more bytes of rows than this; all later steps work window by window.
-WINDOW_ROWS = 16_384
-WINDOW_BYTES = 32 << 20
+#: A window never holds more rows than this, nor more bytes of them in memory (bodies, keys and what each row takes
+#: besides); all later steps work window by window. Each window meets every prefix anew, so larger ones save more; these
+#: keep `submit` below 150 MB (docs/benchmarks.md).
+WINDOW_ROWS = 65_536
+WINDOW_BYTES = 80 << 20
 
 #: Bytes at a prompt's start that its key holds as they are: any two prompts that part here part at the right byte.
 EXACT_BYTES = 1024

@@ -6,6 +6,7 @@ Memory is that of one window of requests, of the two simulated caches, and of th
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,9 @@ ASSUMED_KV_TOKENS = 100_000
 #: Tokens of a block where models.yaml does not say: vLLM's defaults on a GPU and on a CPU.
 GPU_BLOCK, CPU_BLOCK = 16, 128
 
+#: Requests whose prompts are counted at a time.
+_AT_ONCE = 1024
+
 _REQUESTS = np.dtype([("hash", "<u8"), ("prompt", "<u4"), ("output", "<u4"), ("determined", "<u4")])
 _BLOCKS = np.dtype([("hash", "<u8")])
 
@@ -64,7 +68,10 @@ class _Tally:
     def add(self, rows: Sequence[WindowRow]) -> None:
         """Valid rows of a window, in the order of the file; at least one."""
         records = np.zeros(len(rows), _REQUESTS)
-        prompts = self._counter.count([asked(row[3], row[4]) for row in rows], self._block)
+        prompts: list[list[Blocks]] = []
+        for at in range(0, len(rows), _AT_ONCE):
+            # Bodies as objects are many times their size.
+            prompts += self._counter.count([asked(row[3], row[4]) for row in rows[at : at + _AT_ONCE]], self._block)
         fits = np.ones(len(rows), bool)
         for number, (_, _, _, url, body, _, _, output) in enumerate(rows):
             fields = read(body)
@@ -86,7 +93,10 @@ class _Tally:
             for at in places:
                 if fits[at]:
                     self.cached[name] += self._enter(cache, prompts[at], answers[at])
-        chains = [block for one, fit in zip(prompts, fits, strict=True) if fit for p in one for block in p.chain]
+        chains = array("Q")
+        for one, fit in zip(prompts, fits, strict=True):
+            for prompt in one if fit else ():
+                chains += prompt.chain
         records = records[fits]
         self._all_blocks += len(chains)
         self._blocks.add(np.unique(np.array(chains, "<u8")).view(_BLOCKS))

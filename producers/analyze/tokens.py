@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -23,8 +24,8 @@ class Blocks(NamedTuple):
     """A prompt as an engine's prefix cache sees it."""
 
     tokens: int
-    #: Hashes of its full blocks, each of all tokens up to the block's end.
-    chain: list[int]
+    #: Hashes of its full blocks, each of all tokens up to the block's end; an array, since a window's are many.
+    chain: array[int]
 
 
 class Counter(Protocol):
@@ -139,8 +140,8 @@ def of_ids(ids: Sequence[int], block: int) -> Blocks:
     return Blocks(len(ids), _chain(np.asarray(ids, "<u4").tobytes(), 4 * block))
 
 
-def _chain(data: bytes, size: int) -> list[int]:
-    chain = []
+def _chain(data: bytes, size: int) -> array[int]:
+    chain = array("Q")
     before = 0
     for start in range(0, len(data) - size + 1, size):
         before = xxh3_64_intdigest(data[start : start + size], seed=before)

@@ -19,8 +19,8 @@ from producers.planner import WINDOW_BYTES, WINDOW_ROWS
 #: Called now and then with bytes read (before decompression) and lines.
 Progress = Callable[[int, int], None]
 
-#: Bytes that a row takes besides its custom id and its body, at most (MessagePack's headers and numbers).
-_ROW_EXTRA = 32
+#: Bytes that a row takes in memory besides its custom id, its body and its key: the objects, and the planner's numbers.
+_ROW_EXTRA = 512
 
 #: Faults after which a file is read no further that will not be taken, or that has nothing else: a stream of garbage
 #: need not end, and nobody mends as many by hand.
@@ -111,7 +111,7 @@ class Reading:
                     custom_id, url, body, key, cost, output = checked
                     cost_sum += cost
                     if writer is not None:
-                        need = len(body) + len(custom_id) + _ROW_EXTRA
+                        need = len(body) + len(key) + len(custom_id) + _ROW_EXTRA
                         if size + need > WINDOW_BYTES and size:
                             self._close_window(writer, index)
                             window_end = index + WINDOW_ROWS

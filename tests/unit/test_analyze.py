@@ -23,7 +23,6 @@ from producers.analyze.prompts import asked
 from producers.analyze.report import Analysis
 from producers.analyze.tokens import ByBytes, counter
 from producers.cli.app import app
-from producers.planner import WINDOW_ROWS
 
 
 class NaiveCache:
@@ -188,9 +187,10 @@ def test_what_the_context_has_no_room_for_is_counted_apart(fleet: Path, length: 
     assert CliRunner().invoke(app, ["analyze", str(fleet / "long.jsonl")]).exit_code == 0
 
 
-def test_windows_share_what_the_cache_holds(fleet: Path) -> None:
+def test_windows_share_what_the_cache_holds(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests than a window has: the file is never held, and nothing is counted twice or left out."""
-    count = WINDOW_ROWS + 1000
+    monkeypatch.setattr("producers.intake.reading.WINDOW_ROWS", 2500)
+    count = 3000
     found = look(write(fleet / "a.jsonl", [{"prompt": "y" * 1100, "max_tokens": 1}] * count))
     assert found.requests == count
     assert found.duplicates.requests == count - 1

@@ -39,6 +39,7 @@ def test_the_kinds_are_what_their_titles_say(tmp_path: Path) -> None:
     assert distinct == {
         "unique": 256,
         "prefixes": 240,
+        "small-blocks": 240,
         "duplicates": 128,
         "again": 256,
         "mixed": 256,
@@ -57,7 +58,7 @@ def test_the_kinds_are_what_their_titles_say(tmp_path: Path) -> None:
 
 def test_only_kinds_that_want_the_same_engine_share_one() -> None:
     groups = files.together(list(files.KINDS))
-    assert groups == [["unique", "duplicates", "again", "start"], ["prefixes"], ["mixed"]]
+    assert groups == [["unique", "duplicates", "again", "start"], ["prefixes"], ["small-blocks"], ["mixed"]]
 
 
 def test_answers_and_their_tokens_are_counted_and_errors_are_not(tmp_path: Path) -> None:
