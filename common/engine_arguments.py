@@ -6,6 +6,8 @@ starts that worker, long after batches for it were taken in.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -45,6 +47,9 @@ _UNITS = {
     for power, pair in enumerate(("kK", "mM", "gG", "tT"), 1)
     for letter, base in zip(pair, (1000, 1024), strict=True)
 }
+#: Such a number inside JSON, where vLLM takes it too; what stands in quotes is let be.
+_JSON_SIZE = re.compile(r'"(?:[^"\\]|\\.)*"|\b\d+(?:\.\d+)?[kKmMgGtT]\b')
+_BACKENDS = ("native", "lmcache")
 _SWITCHES = frozenset({"enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "trust_remote_code"})
 _WORDS = frozenset({"dtype", "kv_cache_dtype", "load_format", "quantization", "tokenizer"})
 
@@ -72,6 +77,34 @@ def context(engine: Mapping[str, Any], otherwise: int | None) -> int | None:
     return otherwise if said is None else size(said)
 
 
+def offloading_gib(engine: Mapping[str, Any]) -> float | None:
+    """`kv_offloading_size`, which may be a number or its text; None: it is not there. `ValueError`: it is neither."""
+    value = argument(engine, "kv_offloading_size")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    found = float(value)
+    if not 0 < found < math.inf:
+        raise ValueError
+    return found
+
+
+def transfer_config(engine: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`kv_transfer_config`, which may be a mapping or JSON; None: it is not there. `ValueError`: it is neither."""
+    value = argument(engine, "kv_transfer_config")
+    if isinstance(value, str):
+        value = json.loads(_JSON_SIZE.sub(_whole, value))
+    if value is not None and not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _whole(match: re.Match[str]) -> str:
+    text = match[0]
+    return text if text.startswith('"') else str(size(text))
+
+
 def fault(engine: Mapping[str, Any]) -> tuple[str, str] | None:
     """The first key that cannot be there, or whose value cannot be, and what is wrong with it."""
     for key, value in engine.items():
@@ -80,6 +113,23 @@ def fault(engine: Mapping[str, Any]) -> tuple[str, str] | None:
         wrong = None if value is None else _wrong(key.replace("-", "_"), value)
         if wrong is not None:
             return key, wrong
+    return None
+
+
+def _wrong_of_offload(name: str, value: Any) -> str | None:
+    text = f"{str(value)[:80]!a}"
+    if name == "kv_offloading_backend" and value not in _BACKENDS:
+        return f"{text} is not one of {', '.join(_BACKENDS)}"
+    try:
+        if name == "kv_offloading_size":
+            offloading_gib({name: value})
+        elif name == "kv_transfer_config":
+            transfer_config({name: value})
+    except ValueError:
+        what = (
+            "a number above 0 (GiB)" if name == "kv_offloading_size" else "a mapping (kv_connector: …), nor JSON of one"
+        )
+        return f"{text} is not {what}"
     return None
 
 
@@ -102,4 +152,4 @@ def _wrong(name: str, value: Any) -> str | None:
         return None if isinstance(value, bool) else f"{text} is neither true nor false"
     if name in _WORDS:
         return None if isinstance(value, str) else f"{text} is not a word"
-    return None
+    return _wrong_of_offload(name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ def test_build(build: tuple[str, str] | None, machine: Machine, level: str, word
 
 NATIVE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+
+
+def with_bytes(number: int | str) -> dict[str, Any]:
+    return NATIVE | {"kv_connector_extra_config": {"cpu_bytes_to_use": number}}
+
+
 NESTED = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [NATIVE]}}
 
 
@@ -65,7 +72,16 @@ NESTED = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"conne
         ({"kv_offloading_size": 58}, GPU_BUILD, "warning", "tight"),
         ({"kv_offloading_size": 60}, GPU_BUILD, "problem", "lower it"),
         ({"kv_offloading_size": 4, "kv_offloading_backend": "lmcache"}, GPU_BUILD, "problem", "pip install lmcache"),
-        ({"kv_transfer_config": NESTED}, GPU_BUILD, "ok", "OffloadingConnector"),
+        ({"kv_transfer_config": NESTED}, GPU_BUILD, "problem", "needs kv_connector_extra_config.cpu_bytes_to_use"),
+        ({"kv_transfer_config": with_bytes(1 << 36)}, GPU_BUILD, "problem", "68.7 GB of main memory"),
+        ({"kv_transfer_config": json.dumps(with_bytes(str(1 << 36)))}, GPU_BUILD, "problem", "68.7 GB of main memory"),
+        ({"kv-transfer-config": json.dumps(with_bytes(80)).replace("80", "64G")}, GPU_BUILD, "problem", "68.7 GB"),
+        ({"kv_transfer_config": with_bytes(1 << 32)}, GPU_BUILD, "ok", "4.3 GB"),
+        ({"kv_transfer_config": with_bytes("80m")}, GPU_BUILD, "problem", "no whole number of bytes"),
+        ({"kv_transfer_config": NATIVE | {"kv_connector_extra_config": {"spec_name": "X"}}}, GPU_BUILD, "ok", "0.0 GB"),
+        ({"kv_transfer_config": {"kv_connector": "SimpleCPUOffloadConnector"}}, GPU_BUILD, "ok", "8.6 GB"),
+        ({"kv_transfer_config": json.dumps(NATIVE)}, CPU_BUILD, "problem", "cpu_kv_gb"),
+        ({"kv_offloading_size": "64"}, GPU_BUILD, "problem", "lower it"),
         ({"kv_transfer_config": LMCACHE}, CPU_BUILD, "problem", "pip install lmcache"),
     ],
 )
@@ -113,6 +129,9 @@ def test_devices(model: ModelVersion, build: tuple[str, str], machine: Machine, 
 def test_memory(memory: float, weights: float, level: str) -> None:
     machine = Machine(memory, 8.0, AVX512, "x86_64", None)
     assert checks.check_memory(entry(), CPU_BUILD, machine, weights).level == level
+    for text in ("40G", 40 << 30):
+        big = ModelVersion(source="/m", engine={"kv-cache-memory-bytes": text}, hardware=Hardware(gpus=0))
+        assert "KV cache 42.9 GB" in checks.check_memory(big, CPU_BUILD, machine, weights).text
     # With a GPU build the weights do not stay in main memory.
     assert checks.check_memory(entry(1), GPU_BUILD, machine, weights).level == "ok"
 

@@ -12,7 +12,7 @@ from common.errors import BatchmillError, UsageError
 from common.registry import ModelVersion
 from common.registry import load as load_registry
 from common.settings import Settings
-from workers.engine import echo, warm_up
+from workers.engine import echo, refusal, warm_up
 from workers.engine.base import Answer, EngineDead
 from workers.engine_thread import EngineThread
 from workers.preflight.checks import check_warm_up
@@ -36,7 +36,7 @@ def test_whatever_a_request_may_be() -> None:
     bodies = [msgspec.json.decode(prompt[0].body) for prompt in asked]
     assert [body.get("max_tokens") for body in bodies] == [1, 1, 1, None]
     assert bodies[2]["tools"] == tools["tools"]
-    assert bodies[2]["max_completion_tokens"] is None
+    assert "max_completion_tokens" not in bodies[2]
 
 
 def test_a_file_lies_beside_models_yaml(tmp_path: Path) -> None:
@@ -49,7 +49,48 @@ def test_a_file_lies_beside_models_yaml(tmp_path: Path) -> None:
     assert check_warm_up("m@1", registry.get("m@1"), registry.where).text == "3 prompts"
 
 
-@pytest.mark.parametrize("bad", ["", [], {}, {"role": "user"}, {"url": "/admin", "body": {}}, {"file": "none.jsonl"}])
+def test_what_contradicts_one_token_is_left_out() -> None:
+    more = {"min_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "n": 3, "temperature": 0}
+    for url, body in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "x"})):
+        ((ask,),) = prompts({"url": url, "body": body | more | {"best_of": 3}})
+        assert msgspec.json.decode(ask.body) == body | {"temperature": 0, "max_tokens": 1}
+    ((ask,),) = prompts({"url": "/v1/embeddings", "body": {"input": "x", "dimensions": 8}})
+    assert msgspec.json.decode(ask.body) == {"input": "x", "dimensions": 8}
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "shown"),
+    [
+        (
+            {"min_tokens": 5},
+            "min_tokens must be at most max_tokens=1, got 5.",
+            "min_tokens must be at most max_tokens=1, got 5.",
+        ),
+        ({"prompt": "Tell of Alice"}, "bad value 'Tell of Alice' in the prompt", "bad value … of … in the prompt"),
+        ({"prompt": [40123, 7]}, "token 40123 is unknown", "token … is unknown"),
+        ({"prompt": "caf\u00e9"}, "bad 'caf\\xe9' or caf\u00e9", "bad … or …"),
+        (
+            {"prompt": "Alice"},
+            "[{'type': 'value_error', 'msg': 'Value error, no `Alice` when streaming.', 'input': {'prompt': 'Alice'}}]",
+            "Value error, no … when streaming.",
+        ),
+        ({"prompt": "x"}, "1 validation error [type=x, input_value={'prompt': 'x'}]", ""),
+        ({"prompt": "x"}, "y" * 1000, "y" * 199 + "…"),
+    ],
+)
+def test_a_reason_has_no_word_of_the_prompt(body: Any, message: str, shown: str) -> None:
+    assert refusal.reason(msgspec.json.encode(body), msgspec.json.encode({"error": {"message": message}})) == shown
+    assert refusal.reason(msgspec.json.encode(body), b"no JSON") == ""
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("", [], {}, {"role": "user"}, {"url": "/admin", "body": {}}, {"url": ["a"], "body": {"prompt": "x"}}),
+        *({"url": "/v1/completions", "body": ["x"]}, {"prompt": {None: "x"}}, {"messages": [{(1, 2): 3}]}),
+        *({"file": "none.jsonl"}, {"file": ["a"]}, {"file": "."}, {"file": "a\0b"}, {"file": "~nobody-here/a"}),
+    ],
+)
 def test_what_is_no_prompt_is_told_with_its_place(bad: Any, tmp_path: Path) -> None:
     where = str(tmp_path / "models.yaml")
     with pytest.raises(UsageError, match=r"models\.m@1\.warm_up, entry 2") as told:
@@ -109,6 +150,7 @@ def test_all_are_asked_before_the_engine_is_ready_and_a_failure_is_a_warning(
     assert thread.stop(5)
     told = "".join(capfd.readouterr())
     assert told.count("a warm-up prompt got no answer") == 1
+    assert "status 400 on /v1/embeddings: the prompt … is not to be seen" in told
     assert "BAD" not in told
 
 

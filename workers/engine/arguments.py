@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common import engine_arguments
 from common.errors import UsageError
 from common.registry import ModelVersion
 from common.settings import Settings
@@ -30,8 +31,8 @@ def engine_values(
         values["gpu_memory_utilization"] = inference.gpu_memory_utilization
         values["tensor_parallel_size"] = max(1, entry.hardware.gpus)
     values |= {key.replace("-", "_"): value for key, value in entry.engine.items()}
-    transfer = values.get("kv_transfer_config")
-    if isinstance(transfer, dict) or values.get("kv_offloading_size") is not None:
+    transfer = engine_arguments.transfer_config(values)
+    if transfer is not None or values.get("kv_offloading_size") is not None:
         # vLLM's default is to fail a request whose offloaded blocks cannot be read back; it can compute them again.
         values["kv_transfer_config"] = {"kv_load_failure_policy": "recompute"} | (transfer or {})
     name = model_version.partition("@")[0]

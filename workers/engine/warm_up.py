@@ -21,6 +21,7 @@ from common.errors import BatchmillError, UsageError
 from common.messages import Kind
 from common.registry import ModelVersion
 from common.urls import URL_CODE
+from workers.engine import refusal
 from workers.engine.base import Engine, EngineDead
 from workers.outcome import judge
 
@@ -29,14 +30,19 @@ MOST = 1024
 MOST_BYTES = 8 << 20
 
 _ENDPOINT_OF = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
-_ONE_TOKEN = {"max_tokens": 1, "stream": False}
-#: What makes an answer short, by endpoint. `None` takes a limit away that would contradict.
+#: What makes an answer short, by endpoint.
 _SHORT: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": _ONE_TOKEN | {"max_completion_tokens": None, "n": 1},
-    "/v1/completions": _ONE_TOKEN | {"n": 1},
-    "/v1/messages": _ONE_TOKEN,
-    "/v1/responses": {"max_output_tokens": 1, "stream": False},
+    "/v1/chat/completions": {"max_tokens": 1},
+    "/v1/completions": {"max_tokens": 1},
+    "/v1/messages": {"max_tokens": 1},
+    "/v1/responses": {"max_output_tokens": 1},
 }
+#: What is left out of a body: other limits, several answers, streams and budgets contradict one token in one piece, and
+#: none of them is in the prompt.
+_CONTRADICT = frozenset(
+    {"background", "best_of", "max_completion_tokens", "min_tokens", "n", "stream", "stream_options", "use_beam_search"}
+    | {"thinking", "thinking_token_budget"}
+)
 
 log = logs.get(__name__)
 
@@ -88,10 +94,9 @@ async def run(engine: Engine, model_version: str, asked: Sequence[Prompt], timeo
     if len(failed) == len(asked):
         raise UsageError(
             f"model {model_version}: not one of its {len(asked)} warm_up prompts got an answer ({failed[0][1]}); "
-            "correct warm_up in models.yaml, or send one of them as a request to see what the engine says"
+            "correct warm_up in models.yaml, or send one of them as a request to see all that the engine says"
         )
     for number, why in failed[:10]:
-        # The engine's words stay out of it: they may quote the prompt.
         log.warning("a warm-up prompt got no answer", prompt=number, reason=why)
     seconds = round(time.monotonic() - began, 2)
     log.info("warmed up", model=model_version, prompts=len(asked), failed=len(failed), seconds=seconds)
@@ -112,43 +117,55 @@ async def _ask(engine: Engine, prompt: Prompt, timeout_s: float) -> str | None:
             return type(exc).__name__
         if judge(URL_CODE[url], answer.status, answer.body).kind is Kind.OUTPUT:
             return None
-        why = f"status {answer.status} on {url}"
+        said = refusal.reason(body, answer.body)
+        why = f"status {answer.status} on {url}" + (f": {said}" if said else "")
     return why
 
 
 def _prompt(given: Any, at: str) -> Prompt:
     if isinstance(given, str) and given:
-        return _ask_for("/v1/completions", {"prompt": given}), _ask_for("/v1/embeddings", {"input": given})
+        return _ask_for("/v1/completions", {"prompt": given}, at), _ask_for("/v1/embeddings", {"input": given}, at)
     if isinstance(given, list) and given and all(isinstance(message, dict) for message in given):
-        return (_ask_for("/v1/chat/completions", {"messages": given}),)
+        return (_ask_for("/v1/chat/completions", {"messages": given}, at),)
     if isinstance(given, dict):
         url, body = given.get("url"), given.get("body")
-        if url in URL_CODE and isinstance(body, dict):
-            return (_ask_for(url, body),)
+        if isinstance(url, str) and url in URL_CODE and isinstance(body, dict):
+            return (_ask_for(url, body, at),)
         for name, endpoint in _ENDPOINT_OF.items():
             if name in given:
-                return (_ask_for(endpoint, given),)
+                return (_ask_for(endpoint, given, at),)
     raise UsageError(
         f"{at}: is no warm-up prompt; write a text, a list of messages, a request body (with messages, prompt or "
         "input), a request (with url and body), or file: PATH"
     )
 
 
-def _ask_for(url: str, body: dict[str, Any]) -> Ask:
-    return Ask(url, msgspec.json.encode(body | _SHORT.get(url, {})))
+def _ask_for(url: str, body: dict[str, Any], at: str) -> Ask:
+    short = _SHORT.get(url)
+    if short is not None:
+        body = {name: value for name, value in body.items() if name not in _CONTRADICT} | short
+    try:
+        return Ask(url, msgspec.json.encode(body))
+    except (TypeError, ValueError, RecursionError):
+        raise UsageError(f"{at}: cannot be written as JSON: its keys must be text") from None
 
 
 def _file(given: dict[str, Any], folder: Path, at: str) -> list[Prompt]:
     name = given["file"]
     if len(given) > 1 or not isinstance(name, str):
         raise UsageError(f"{at}: write file: PATH and nothing beside it")
-    path = folder / Path(name).expanduser()
     try:
+        path = folder / Path(name).expanduser()
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{at}: {path} is no file")
         if path.stat().st_size > MOST_BYTES:
             raise UsageError(f"{at}: {path} has more than {MOST_BYTES >> 20} MiB")
         lines = path.read_bytes().splitlines()
     except OSError as exc:
         raise UsageError(f"{at}: cannot read {path}: {exc.strerror}") from None
+    except (RuntimeError, ValueError):
+        # `~nobody`, and a name with a NUL.
+        raise UsageError(f"{at}: {name!a} names no file") from None
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():

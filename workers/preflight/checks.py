@@ -6,6 +6,7 @@ import importlib.metadata
 import shutil
 from pathlib import Path
 
+from common import engine_arguments
 from common.errors import UsageError
 from common.registry import ModelVersion
 from common.settings import Settings
@@ -149,7 +150,8 @@ def check_devices(entry: ModelVersion, settings: Settings, build: tuple[str, str
             f"{gpu.free_gb:.1f} of {gpu.total_gb:.0f} GB free: end what uses it (nvidia-smi shows it), or name other "
             "GPUs with --device-ids",
         )
-    share = entry.engine.get("gpu_memory_utilization", settings.inference.gpu_memory_utilization)
+    share = engine_arguments.argument(entry.engine, "gpu_memory_utilization")
+    share = settings.inference.gpu_memory_utilization if share is None else share
     if isinstance(share, (int, float)):
         for gpu in gpus[:wanted]:
             if gpu.free_gb < share * gpu.total_gb:
@@ -165,8 +167,8 @@ def check_memory(entry: ModelVersion, build: tuple[str, str] | None, machine: Ma
     """Does the model fit into main memory? On a GPU only the loading passes through it."""
     if build is None or build[0] != "cpu":
         return ok("memory", f"{machine.memory_gb:.1f} GB available")
-    cache = entry.engine.get("kv_cache_memory_bytes")
-    kv = cache / GB if isinstance(cache, (int, float)) else entry.hardware.cpu_kv_gb * 1.074
+    cache = engine_arguments.size(engine_arguments.argument(entry.engine, "kv_cache_memory_bytes"))
+    kv = cache / GB if cache is not None else entry.hardware.cpu_kv_gb * 1.074
     least = weights + kv
     text = f"{machine.memory_gb:.1f} GB available, weights {weights:.1f} GB and KV cache {kv:.1f} GB"
     if machine.memory_gb < least:
