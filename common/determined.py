@@ -68,16 +68,22 @@ def determined(url: int, fields: dict[str, Any]) -> bool:
 def canonical(url: int, fields: dict[str, Any]) -> dict[str, Any]:
     """What of a body (as `read` gives it) counts for its answer; write it as it stands, it is in order.
 
-    Only the body's own fields are put in order and into one form: inside them an engine may see the difference. A chat
-    template prints a tool's schema as it was written, and a grammar has the properties in the order of their schema.
+    Only the body's own fields and those of its messages are put in order, and the body's numbers into one form: further
+    in an engine may see the difference. A chat template prints a tool's schema as it was written, and a grammar has the
+    properties in the order of their schema.
     """
     ignored = _IGNORED_IN_RESPONSES if url == _RESPONSES else _IGNORED
-    return {
+    found = {
         # 1.0 as 1, so that both are one request.
         name: int(value) if type(value) is float and value.is_integer() else value
         for name, value in sorted(fields.items(), key=_name)
         if name not in ignored or type(value) not in ignored[name]
     }
+    messages = found.get("messages")
+    if type(messages) is list:
+        # Some programs write the role first, some last.
+        found["messages"] = [dict(sorted(m.items(), key=_name)) if type(m) is dict else m for m in messages]
+    return found
 
 
 #: The value of a JSON document. `msgspec.DecodeError` when it is none.

@@ -102,6 +102,13 @@ def test_inside_a_field_all_counts_as_it_is_written() -> None:
     assert len({SPACE.key("t", CHAT, body) for body in bodies}) == 3
 
 
+def test_a_message_is_the_same_in_whatever_order_it_was_written() -> None:
+    orders = [b'{"role": "user", "content": "x"}', b'{"content": "x", "role": "user"}']
+    bodies = [b'{"temperature": 0, "messages": [%b]}' % message for message in orders]
+    assert len({SPACE.key("t", CHAT, body) for body in bodies}) == 1
+    assert SPACE.key("t", CHAT, b'{"temperature": 0, "messages": ["x", {}, null]}') is not None
+
+
 def test_another_model_another_space() -> None:
     spaces = [Space("m@1", "f"), Space("m@2", "f"), Space("m@1", "g")]
     assert len({of(BODY, space=space) for space in spaces}) == 3
