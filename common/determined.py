@@ -25,7 +25,7 @@ _name = itemgetter(0)
 _TEXT, _FLAG, _MAPPING, _NONE = (frozenset((kind, type(None))) for kind in (str, bool, dict, type(None)))
 #: Body fields that do not change the answer, while their value is of a type that every engine takes: a value of another
 #: one may be why a request is refused, so there it counts. The model is in the key's space, its name in the body is an
-#: alias. `priority` counts whatever it is: an engine without priorities refuses all but 0.
+#: alias. `priority` counts whatever it is: an engine without priorities may refuse all but 0.
 _IGNORED = {
     "model": frozenset((str,)),
     "user": _TEXT,

@@ -139,13 +139,13 @@ def test_where_the_server_is_not_ours_the_cache_counts(
     if shared:
         with cache_server.client(0) as client:
             client.set("somebody's", "own")
-    settings = make(database=1, capacity_gb=0.001) if shared else make(user=managed, capacity_gb=0.001)
+    settings = make(database=1, capacity_gb=0.01) if shared else make(user=managed, capacity_gb=0.01)
     server = CacheServer(settings, 5)
     assert server.configure().policy == "counts"
-    entries = rows(100, 5000)
+    entries = rows(100, 53_000)
     put_all(server, entries)
     server.touch([key(0), key(1)])
-    put_all(server, [(key(1000 + n), random.randbytes(5000)) for n in range(150)])
+    put_all(server, [(key(1000 + n), random.randbytes(53_000)) for n in range(150)])
     facts = server.facts()
     assert facts.bytes <= facts.capacity
     assert facts.bytes > 0.9 * facts.capacity

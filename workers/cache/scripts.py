@@ -113,6 +113,16 @@ if freed > 0 then redis.call('DECRBY', KEYS[2], freed) end
 return dropped
 """
 
+#: KEYS: the epoch's. ARGV: prefix, then keys. Returns the epoch, their values, and the milliseconds that each has left.
+GET = """
+local names, left = {}, {}
+for i = 2, #ARGV do
+  names[i - 1] = ARGV[1] .. ARGV[i]
+  left[i - 1] = redis.call('PTTL', names[i - 1])
+end
+return {redis.call('GET', KEYS[1]), redis.call('MGET', unpack(names)), left}
+"""
+
 #: ARGV: now, prefix, then keys.
 TOUCH = f"""{_SIZE}
 for i = 3, #ARGV do

@@ -87,6 +87,7 @@ class CacheServer:
             # Once more on a connection that had gone stale, but not after a timeout: that would double it.
             retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
         )
+        self._get = self._redis.register_script(scripts.GET)
         self._put = self._redis.register_script(scripts.PUT)
         self._evict = self._redis.register_script(scripts.EVICT)
         self._touch = self._redis.register_script(scripts.TOUCH)
@@ -148,14 +149,9 @@ class CacheServer:
         """As `get`, in one round trip with the seconds that each value has left; None where nothing ends it."""
         if self._settings.cache.ttl_s is None or not keys:
             return *self.get(keys), [None] * len(keys)
-        names = [PREFIX + key for key in keys]
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.mget([EPOCH, *names])
-        for name in names:
-            pipe.pttl(name)
-        found, *left = pipe.execute()
-        # -1: it has no end; -2: it is gone, since its value was read.
-        return found[0] or b"", found[1:], [None if ms == -1 else max(0, ms) / 1000 for ms in left]
+        epoch, found, left = cast(Any, self._get(keys=[EPOCH], args=[PREFIX, *keys]))
+        # -1: it has no end.
+        return epoch or b"", found, [None if ms == -1 else ms / 1000 for ms in left]
 
     def present(self, keys: Sequence[bytes]) -> int:
         """How many of these keys have an entry; does not count as use."""
