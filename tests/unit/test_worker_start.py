@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.processes import ROOT, Processes
 from workers import devices, parent
 from workers import start as start_module
 from workers import supervisor as supervisor_module
+from workers.crash_report import Reporter
 from workers.start import Options, device_groups, start, wait_for_broker
 from workers.supervisor import Child, Supervisor, backoff
 
@@ -190,6 +192,22 @@ class TestSupervisor:
         assert (tmp_path / "n").read_text() == "xxx"
         assert process.text.count("worker failed; starting it again") == 2
         processes.wait_gone()
+
+    def test_a_long_start_that_fails_is_a_failed_start(self, tmp_path: Path) -> None:
+        """A defect has the status of a dead engine; that the worker never was ready tells them apart."""
+        env = make_fleet_env(tmp_path, "redis://127.0.0.1:1/0", "redis://127.0.0.1:1/1")
+        reporter = Reporter(settings_module.load(env=env))
+        child = Child("c", [], crumb=tmp_path / "none")
+        watch = Supervisor([child], 1.0, give_up_after=2, reporter=reporter)
+        for failures in (1, 2):
+            child.started_at = time.monotonic() - 3600
+            watch._ended(child, 70, was_ready=False)
+            assert child.failures == failures
+        assert (watch._status, child.due) == (70, None)
+        child.started_at = time.monotonic() - 3600
+        watch = Supervisor([child], 1.0, give_up_after=2)
+        watch._ended(child, 70, was_ready=False)
+        assert child.failures == 0
 
     def test_a_mistake_of_a_person_ends_all(self, processes: Processes) -> None:
         process = processes.python(
