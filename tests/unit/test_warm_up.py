@@ -83,6 +83,12 @@ def test_a_reason_has_no_word_of_the_prompt(body: Any, message: str, shown: str)
     assert refusal.reason(msgspec.json.encode(body), b"no JSON") == ""
 
 
+def test_a_reason_names_the_field() -> None:
+    error = {"message": "[{'msg': 'Input should be a number', 'input': 'hot'}]", "param": "body.temperature"}
+    said = refusal.reason(b'{"temperature":"hot"}', msgspec.json.encode({"error": error}))
+    assert said == "temperature: Input should be a number"
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -150,7 +156,7 @@ def test_all_are_asked_before_the_engine_is_ready_and_a_failure_is_a_warning(
     assert thread.stop(5)
     told = "".join(capfd.readouterr())
     assert told.count("a warm-up prompt got no answer") == 1
-    assert "status 400 on /v1/embeddings: the prompt … is not to be seen" in told
+    assert "status 400 on /v1/completions: the prompt … is not to be seen" in told
     assert "BAD" not in told
 
 

@@ -29,24 +29,28 @@ def reason(asked: bytes, answered: bytes) -> str:
         body, answer = msgspec.json.decode(asked), msgspec.json.decode(answered)
     except msgspec.DecodeError:
         return ""
-    message = _message(answer)
+    message = _of(answer, "message")
+    names = set(body) if isinstance(body, dict) else set()
     found = [text for _, text in _SAID.findall(message)]
     if found:
-        message = "; ".join(found)
+        # Which field it is of stands beside it (`body.temperature`).
+        field = _of(answer, "param").removeprefix("body.").partition(".")[0]
+        message = (f"{field}: " if field in names else "") + "; ".join(found)
     elif "'input'" in message or "input_value" in message:
         return ""
     theirs = {word for text in _texts(body) for word in _WORD.findall(text.lower())} - _COMMON
     # Names of fields are no part of a prompt.
-    theirs -= set(body) if isinstance(body, dict) else set()
+    theirs -= names
     shown = " ".join("…" if _quotes(word, theirs) else word for word in message.split())
     shown = re.sub(r"…( …)+", "…", shown)
     return shown if len(shown) <= MOST else shown[: MOST - 1] + "…"
 
 
-def _message(answer: Any) -> str:
+def _of(answer: Any, name: str) -> str:
+    """A text of an error body; "" where there is none."""
     error = answer.get("error", answer) if isinstance(answer, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return message if isinstance(message, str) else ""
+    found = error.get(name) if isinstance(error, dict) else error if name == "message" else None
+    return found if isinstance(found, str) else ""
 
 
 def _quotes(word: str, theirs: set[str]) -> bool:

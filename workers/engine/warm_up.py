@@ -104,7 +104,7 @@ async def run(engine: Engine, model_version: str, asked: Sequence[Prompt], timeo
 
 async def _ask(engine: Engine, prompt: Prompt, timeout_s: float) -> str | None:
     """None, or why there is no answer."""
-    why = "no endpoint takes it"
+    why, cannot = "no endpoint takes it", True
     for url, body in prompt:
         try:
             async with asyncio.timeout(timeout_s):
@@ -117,8 +117,11 @@ async def _ask(engine: Engine, prompt: Prompt, timeout_s: float) -> str | None:
             return type(exc).__name__
         if judge(URL_CODE[url], answer.status, answer.body).kind is Kind.OUTPUT:
             return None
-        said = refusal.reason(body, answer.body)
-        why = f"status {answer.status} on {url}" + (f": {said}" if said else "")
+        # That a model cannot do the one thing says nothing where it refused the other.
+        if cannot:
+            said = refusal.reason(body, answer.body)
+            why = f"status {answer.status} on {url}" + (f": {said}" if said else "")
+            cannot = b'"unsupported"' in answer.body
     return why
 
 
