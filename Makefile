@@ -133,7 +133,7 @@ test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m 'engine and not slow' $(ARGS)
 
 .PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-sticky bench-vs-peers bench-peers-ray \
-  bench-occupancy bench-worker-shares bench-cache-trouble
+  bench-occupancy bench-worker-shares bench-engine-loop bench-cache-trouble
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
 bench-small-batches: test-needs $(STAMPS)/dev ## ten thousand batches of five requests against one of fifty thousand
@@ -148,6 +148,8 @@ bench-occupancy: test-needs model $(STAMPS)/dev ## how full the engine is over a
 	@$(BIN)/python -m benchmarks.occupancy $(ARGS)
 bench-worker-shares: test-needs model $(STAMPS)/dev ## what a fleet with vLLM spends its CPU time on
 	@$(BIN)/python -m benchmarks.worker_shares $(ARGS)
+bench-engine-loop: model $(STAMPS)/dev ## what the engine's loop in a worker does, by function
+	@$(BIN)/python -m benchmarks.engine_loop $(ARGS)
 bench-vs-peers: test-needs model bench-peers-ray ## the warm fleet against vllm run-batch, LLM.chat, Ray Data LLM, naive Celery
 	@$(BIN)/python -m benchmarks.vs_peers --ray-python $(VENV)-ray/bin/python $(ARGS)
 
