@@ -18,8 +18,9 @@ FIRST_POLL_S = 0.05
 LAST_POLL_S = 0.25
 #: Seconds a store may fail to answer before following gives up.
 PATIENCE_S = 30.0
-#: Seconds that rates look back.
+#: Seconds that rates look back, and those that must have passed before there are any.
 RATE_S = 20.0
+LEAST_RATE_S = 1.0
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Meter:
             self.samples.popleft()
         start, done_then, tokens_then, work_then = self.samples[0]
         span = now - start
-        if span <= 0 or len(self.samples) < 2:
+        if span < LEAST_RATE_S or len(self.samples) < 2:
             return Pace()
         rate = (done - done_then) / span
         # Long requests go first and take longest: the time left is that of the work, not of so many requests.

@@ -149,9 +149,10 @@ def facts(seen: BatchView, pace: Pace) -> list[str]:
     said: list[str] = []
     if seen.request_counts.failed:
         said.append(f"{seen.request_counts.failed:,} failed")
-    if pace.requests_per_s > 0:
+    # Of one that has ended, its speed as a whole is told.
+    if pace.requests_per_s > 0 and not seen.final:
         said.append(rate(pace.requests_per_s, "req/s"))
-    if pace.tokens_per_s > 0:
+    if pace.tokens_per_s > 0 and not seen.final:
         said.append(rate(pace.tokens_per_s, "tok/s"))
     if seen.usage.cache_hits:
         said.append(f"{seen.usage.cache_hits:,} cache hits")

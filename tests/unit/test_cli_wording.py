@@ -140,6 +140,14 @@ def test_a_frame_tells_all_that_a_person_waits_for(tmp_path: Path) -> None:
     assert "no coordinator runs" in text
 
 
+def test_of_a_batch_that_has_ended_no_momentary_rate_is_told(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    of = stored.batch(store)
+    for status, told in (("in_progress", True), ("completed", False)):
+        seen = view(of, stored.status(store, of, status, 10), None)
+        assert ("12.3 req/s" in wording.line(seen, Pace(12.3, 250, 12))) is told
+
+
 def test_an_unknown_reason_is_shown_as_it_is(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     of = stored.batch(store)

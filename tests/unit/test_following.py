@@ -116,6 +116,14 @@ def test_the_meter_tells_rates_and_the_time_left(tmp_path: Path) -> None:
     assert meter.add(third, 40) == Pace(100 / 30, 2000 / 30, 700 / (100 / 30))
 
 
+def test_a_moment_tells_no_rate(tmp_path: Path) -> None:
+    meter = Meter()
+    none, first, second = _views(tmp_path, (0, 0), (1, 10), (300, 5000))
+    for at, seen in ((0, none), (0.1, first), (0.7, second)):
+        assert meter.add(seen, at) == Pace()
+    assert meter.add(second, 1.1).requests_per_s == pytest.approx(299)
+
+
 def test_lines_come_at_a_turn_and_now_and_then(tmp_path: Path) -> None:
     store, clock = LocalStore(tmp_path), Clock()
     of = stored.batch(store)
