@@ -180,7 +180,7 @@ class Supervisor:
             # It has said what is wrong; starting it again would only say it again.
             self._give_up(status)
             return
-        # A worker that served and was ended by a request is no worker that cannot start. Where a breadcrumb say so,
+        # A worker that served and was ended by a request is no worker that cannot start. Where a breadcrumb can say so,
         # nothing else counts: a defect that ends a start after the weights are loaded has status 70 too.
         told = child.crumb is not None and self._reporter is not None
         lived = not told and status not in CANNOT_START and time.monotonic() - child.started_at > HEALTHY_S
