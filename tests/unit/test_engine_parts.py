@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import AsyncIterator
 from importlib.metadata import Distribution, distributions
@@ -122,25 +123,62 @@ def test_prompts_stay_out_of_the_log(vllm_log: io.StringIO) -> None:
     assert lines[1] == "EngineCore encountered a fatal error."
 
 
+_HOLDER = """
+import sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from workers.engine.sockets import SocketFolder
+print(SocketFolder.make().path, flush=True)
+sys.stdin.read()
+"""
+
+
 def test_sockets_of_dead_processes_are_swept(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = short_tmp / "sockets"
     base.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(base))
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "")
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    dead, alive = base / f"batchmill-engine-{ended.pid}-x", base / f"batchmill-engine-{os.getpid()}-x"
-    dead.mkdir()
-    alive.mkdir()
-    folder = sockets.make_folder()
-    assert folder.parent == base
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert os.environ["VLLM_RPC_BASE_PATH"] == str(folder)
-    assert not dead.exists()
-    assert alive.exists()
-    sockets.remove(folder)
-    assert not folder.exists()
+    argv = [sys.executable, "-c", _HOLDER, str(base)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            theirs = Path(other.stdout.readline().strip())
+            first = sockets.SocketFolder.make()
+            # Nor would the folder of a process that cannot be seen from here be taken: nothing asks for its pid.
+            assert theirs.exists()
+        finally:
+            other.kill()
+    second = sockets.SocketFolder.make()
+    assert not theirs.exists()
+    assert first.path.exists()
+    assert second.path.parent == base
+    assert second.path.stat().st_mode & 0o777 == 0o700
+    assert os.environ["VLLM_RPC_BASE_PATH"] == str(second.path)
+    second.remove()
+    assert not second.path.exists()
     assert "VLLM_RPC_BASE_PATH" not in os.environ
+    first.remove()
+    assert list(base.iterdir()) == []
+
+
+def test_a_socket_folder_that_was_swept_before_it_was_locked_is_made_anew(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_tmp))
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "")
+    made: list[Path] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def swept(*, prefix: str, dir: Path) -> str:
+        path = mkdtemp(prefix=prefix, dir=dir)
+        made.append(Path(path))
+        if len(made) == 1:
+            os.rmdir(path)
+        return path
+
+    monkeypatch.setattr("tempfile.mkdtemp", swept)
+    folder = sockets.SocketFolder.make()
+    assert (len(made), folder.path) == (2, made[1])
+    folder.remove()
 
 
 def test_long_temporary_folder_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +186,11 @@ def test_long_temporary_folder_gives_way(tmp_path: Path, monkeypatch: pytest.Mon
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "")
-    folder = sockets.make_folder()
+    folder = sockets.SocketFolder.make()
     try:
-        assert len(str(folder)) + 37 < 107
+        assert len(str(folder.path)) + 37 < 107
     finally:
-        sockets.remove(folder)
+        folder.remove()
 
 
 def values(entry: ModelVersion, cpu: bool = False, **inference: str) -> dict[str, Any]:

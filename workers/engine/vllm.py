@@ -55,7 +55,7 @@ class VllmEngine:
         self._processes: list[Any] = []
         self._gauges = EngineStats()
         self._doubt: asyncio.Future[bool] | None = None
-        self._sockets: Path | None = None
+        self._sockets: sockets.SocketFolder | None = None
         self._facts: EngineFacts | None = None
 
     async def start(self) -> None:
@@ -65,7 +65,7 @@ class VllmEngine:
         model = settle(self.model_version, self._entry, self._settings)
         checks.before_start(self.model_version, self._entry, self._settings)
         parent_death.own_engine()
-        self._sockets = sockets.make_folder()
+        self._sockets = sockets.SocketFolder.make()
         problem = import_problem()
         if problem is not None:
             raise UsageError(problem)
@@ -205,7 +205,7 @@ class VllmEngine:
         if self._doubt is not None:
             self._doubt.cancel()
         if self._sockets is not None:
-            sockets.remove(self._sockets)
+            self._sockets.remove()
             self._sockets = None
 
     async def _build(self, folder: Path) -> None:
