@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -13,6 +14,11 @@ from common.errors import BatchmillError
 
 #: Set to 1, errors show their traceback.
 DEBUG = "BATCHMILL_DEBUG"
+#: What a machine refuses its users: theirs to mend, and no defect of ours.
+_REFUSALS = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO),
+    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EMFILE, errno.ENFILE),
+}
 
 
 def guard(name: str, call: Callable[[], Any], argv: Sequence[str] = ()) -> int:
@@ -31,6 +37,9 @@ def guard(name: str, call: Callable[[], Any], argv: Sequence[str] = ()) -> int:
     except Exception as exc:
         if isinstance(exc, OSError) and (told := _of_stdout(name, exc)) is not None:
             return told
+        if isinstance(exc, OSError) and exc.errno in _REFUSALS:
+            where = "this machine" if exc.filename is None else os.fsdecode(exc.filename)
+            return _tell(name, f"{where}: {exc.strerror}; put that right and run it again", exits.UNREACHABLE)
         usage = getattr(exc, "format_message", None)
         if usage is not None:  # the parser's own errors: an unknown option, a missing argument, no command at all
             said = _sentence(usage()) or "a command is missing"

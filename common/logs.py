@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 
 from common import addresses
+from common.errors import BatchmillError
 from common.settings import Telemetry
 
 
@@ -48,3 +49,16 @@ def configure(telemetry: Telemetry, role: str) -> None:
 def get(name: str) -> Any:
     """A logger with its module's name bound."""
     return structlog.get_logger(module=name)
+
+
+def why(exc: BaseException) -> str:
+    """What a line may say of an error: its kind, and its text where that was written for people or by the system.
+
+    Any other error's text stays out: it may quote what somebody asked.
+    """
+    kind = type(exc).__name__
+    if isinstance(exc, BatchmillError):
+        return f"{kind}: {exc}"
+    if isinstance(exc, OSError) and exc.strerror:
+        return f"{kind}: {exc.strerror}" + (f": {exc.filename}" if exc.filename is not None else "")
+    return kind

@@ -147,7 +147,7 @@ class Leases(threading.Thread):
         except (redis.RedisError, OSError) as exc:
             if not self._trouble:
                 self._trouble = True
-                log.warning("live state is unreachable; work goes on without it", error=type(exc).__name__)
+                log.warning("live state is unreachable; work goes on without it", error=logs.why(exc))
         else:
             if self._trouble:
                 self._trouble = False

@@ -84,7 +84,7 @@ class Aggregator:
                 self._consume(first)
             except BrokerTrouble as exc:
                 delay = self._reconnect.failed()
-                log.warning("results_consumer_lost", error=exc.kind, again_in_s=delay)
+                log.warning("results_consumer_lost", error=exc.reason, again_in_s=delay)
                 core.trouble("broker_unreachable", "aggregator", not answers(exc.kind))
                 core.stop.wait(delay)
             first = False

@@ -11,7 +11,7 @@ import redis
 from kombu import Connection
 
 from common.errors import Unreachable
-from common.logs import get
+from common.logs import get, why
 
 log = get(__name__)
 
@@ -20,11 +20,12 @@ _KINDS = (redis.RedisError, amqp.AMQPError, kombu.exceptions.KombuError, Unreach
 
 
 class BrokerTrouble(Exception):
-    """The broker went away; `kind` names the error, without its text."""
+    """The broker went away; `kind` names the error, `reason` is what a log may say of it."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        self.kind = kind
+    def __init__(self, exc: Exception) -> None:
+        self.kind = type(exc).__name__
+        self.reason = why(exc)
+        super().__init__(self.reason)
 
 
 def answers(kind: str) -> bool:
@@ -43,7 +44,7 @@ def broker_calls() -> Iterator[None]:
     except TimeoutError:
         raise
     except _KINDS as exc:
-        raise BrokerTrouble(type(exc).__name__) from None
+        raise BrokerTrouble(exc) from None
 
 
 def let_go(connection: Connection | None) -> None:

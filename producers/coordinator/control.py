@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from common import metrics
 from common.changes import Changes
 from common.errors import BatchmillError, Damaged, Unreachable
-from common.logs import get
+from common.logs import get, why
 from common.messages import CacheFacts
 from common.store import LocalStore, Store
 from producers.batch import Batch, Status, folder, read_batch
@@ -100,7 +100,7 @@ class Control:
             try:
                 self.tick()
             except (OSError, Unreachable) as exc:
-                log.error("store_trouble", error=type(exc).__name__)
+                log.error("store_trouble", error=why(exc))
                 core.trouble(trouble_of(exc), "control", True)
                 core.stop.wait(0.5)
             else:
@@ -144,7 +144,7 @@ class Control:
         except (OSError, Unreachable) as exc:
             if not self._store_works():
                 raise
-            log.error("batch_trouble", batch=batch_id, error=type(exc).__name__)
+            log.error("batch_trouble", batch=batch_id, error=why(exc))
             self._troubled[batch_id] = time.monotonic() + TROUBLED_S
 
     def _store_works(self) -> bool:
@@ -241,7 +241,7 @@ class Control:
     def _refuse(self, batch_id: str, exc: Exception) -> None:
         """End a batch whose `batch.json` cannot be worked with: it holds up no other."""
         self._odd.add(batch_id)
-        log.error("batch_unreadable", batch=batch_id, error=type(exc).__name__)
+        log.error("batch_unreadable", batch=batch_id, error=why(exc))
         with self._apart(batch_id):
             self._fail_unreadable(batch_id, exc)
 
@@ -252,9 +252,9 @@ class Control:
             return  # No batch id: somebody else's file.
         if not self._store.exists(base):
             return  # Nothing there to write into; it may still be on its way.
-        why = str(exc) if isinstance(exc, BatchmillError) else type(exc).__name__
+        said = str(exc) if isinstance(exc, BatchmillError) else type(exc).__name__
         reason = (
-            why if isinstance(exc, Damaged) else f"{base}/batch.json: cannot be read ({why}); submit the file again"
+            said if isinstance(exc, Damaged) else f"{base}/batch.json: cannot be read ({said}); submit the file again"
         )
         now = time.time()
         status = Status(id=batch_id, status="failed", reason=reason, created_at=now, finished_at=now)

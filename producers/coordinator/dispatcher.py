@@ -14,7 +14,7 @@ from common.broker import Publisher
 from common.codec import Codec
 from common.errors import Unreachable
 from common.ids import new_chunk_id
-from common.logs import get
+from common.logs import get, why
 from common.messages import TASK_INFER, VERSION, Chunk, Slice, encode, infer_queue, node_queue, results_queue
 from common.settings import Settings
 from common.store import Store
@@ -267,7 +267,7 @@ class Dispatcher:
             )
         except Exception as exc:
             delay = self._reconnect.failed()
-            log.warning("publish_failed", chunk=waiting.chunk_id, error=type(exc).__name__, again_in_s=delay)
+            log.warning("publish_failed", chunk=waiting.chunk_id, error=why(exc), again_in_s=delay)
             if not self._publisher.blocked:
                 core.trouble("broker_unreachable", "dispatcher", not answers(type(exc).__name__))
             core.stop.wait(delay)
@@ -291,7 +291,7 @@ class Dispatcher:
             self._publisher.heartbeat()
         except Exception as exc:
             # The next publish opens a new connection.
-            log.info("publisher_heartbeat_failed", error=type(exc).__name__)
+            log.info("publisher_heartbeat_failed", error=why(exc))
 
     def _files_of(self, batch_id: str) -> BatchFiles:
         files = self._files.get(batch_id)
@@ -308,7 +308,7 @@ class Dispatcher:
             log.error("batch_damaged", batch=batch_id, reason=exc.reason)
             core.while_disk_full(functools.partial(core.decide, Failed(batch_id, exc.reason, time.time())))
         elif not isinstance(exc, KeyError):
-            log.error("rows_unreadable", batch=batch_id, error=type(exc).__name__)
+            log.error("rows_unreadable", batch=batch_id, error=why(exc))
             with core.lock:
                 progress = core.book.batches.get(batch_id)
                 if progress is not None:

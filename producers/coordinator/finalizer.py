@@ -13,7 +13,7 @@ import time
 from typing import NamedTuple
 
 from common.errors import Unreachable
-from common.logs import get
+from common.logs import get, why
 from common.store import FileGroup, Store
 from producers.batch import Counts, Status, folder
 from producers.coordinator import summary
@@ -235,7 +235,7 @@ class Finalizer:
         try:
             return set(self._store.list("control"))
         except (OSError, Unreachable) as exc:
-            log.warning("not_listed", path="control", error=type(exc).__name__)
+            log.warning("not_listed", path="control", error=why(exc))
             return set()
 
     def _put_away(self, path: str) -> None:
@@ -243,11 +243,11 @@ class Finalizer:
         try:
             self._store.delete(path)
         except (OSError, Unreachable) as exc:
-            log.warning("not_removed", path=path, error=type(exc).__name__)
+            log.warning("not_removed", path=path, error=why(exc))
 
     def _try_later(self, progress: Progress, exc: Exception) -> None:
         name = trouble_of(exc)
-        log.error("assembly_failed", batch=progress.id, reason=name, error=type(exc).__name__)
+        log.error("assembly_failed", batch=progress.id, reason=name, error=why(exc))
         with self._lock:
             delay = self._again.setdefault(progress.id, Reconnect()).failed()
         with self._core.lock:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import Unreachable
-from common.logs import get
+from common.logs import get, why
 from common.store import Store
 from producers.batch import Heartbeat
 from producers.coordinator import manifest, segments
@@ -66,7 +66,7 @@ class Leadership:
                 if not told:
                     raise
                 # Nothing was heard since nothing could be: the silence begins anew.
-                log.warning("store_trouble", shard=self._shard, error=type(exc).__name__)
+                log.warning("store_trouble", shard=self._shard, error=why(exc))
                 watch = _Watch()
                 stop.wait(_AWAY_S)
                 continue
@@ -108,7 +108,7 @@ class Leadership:
             self._store.delete(self._path)
         except (Ousted, Unreachable, OSError) as exc:
             # The heartbeat is another's by now, or a standby has to wait for its silence.
-            log.info("resigned_silently", error=type(exc).__name__)
+            log.info("resigned_silently", error=why(exc))
         self.close()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from kombu import Connection
 
 from common.broker import broker_url, connect, delete_queue, is_amqp, queue
 from common.live import LiveState
-from common.logs import get
+from common.logs import get, why
 from common.messages import results_queue
 from common.settings import Settings
 from producers.coordinator import losses
@@ -79,7 +79,7 @@ class LiveView:
                 nodes.update(zip(some, self._live.leases(some), strict=True))
         except (redis.RedisError, OSError) as exc:
             if self._generation is not None:
-                log.warning("live_state_unreachable", error=type(exc).__name__)
+                log.warning("live_state_unreachable", error=why(exc))
             self._generation = None
             core.trouble("state_unreachable", "live", True)
             with core.lock:
@@ -152,7 +152,7 @@ class LiveView:
             facts = self._connection.default_channel.client.info("memory")
         except Exception as exc:
             self._disconnect()
-            log.debug("broker_memory_unknown", error=type(exc).__name__)
+            log.debug("broker_memory_unknown", error=why(exc))
             return
         most = int(facts.get("maxmemory", 0)) or int(facts.get("total_system_memory", 0))
         full = bool(most) and int(facts.get("used_memory", 0)) > MEMORY_SHARE * most
@@ -173,7 +173,7 @@ class LiveView:
             if str(getattr(exc, "reply_code", "")) == "404":
                 return 0  # No such queue: RabbitMQ lost it; on Redis, an empty one does not exist.
             self._disconnect()
-            log.debug("queue_length_unknown", queue=name, error=type(exc).__name__)
+            log.debug("queue_length_unknown", queue=name, error=why(exc))
             return None
 
     def _drop(self, name: str) -> None:
@@ -187,7 +187,7 @@ class LiveView:
             delete_queue(self._settings, self._connection, name)
         except Exception as exc:
             self._disconnect()
-            log.info("queue_not_deleted", queue=name, error=type(exc).__name__)
+            log.info("queue_not_deleted", queue=name, error=why(exc))
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

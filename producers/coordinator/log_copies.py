@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from common.errors import Unreachable
-from common.logs import get
+from common.logs import get, why
 from common.store import Store, sync_folder
 from producers.coordinator import manifest, segments
 from producers.coordinator.core import Core, trouble_of
@@ -82,7 +82,7 @@ class LogCopies:
             try:
                 self._look()
             except (OSError, Unreachable) as exc:
-                log.error("log_not_copied", error=type(exc).__name__)
+                log.error("log_not_copied", error=why(exc))
                 core.trouble(trouble_of(exc), "copies", True)
             else:
                 for name in ("store_unreachable", "disk_full"):

@@ -39,7 +39,7 @@ class QueueReader(ABC):
                 self._consume()
             except BrokerTrouble as exc:
                 delay = self._reconnect.failed()
-                log.warning("consumer_lost", queue=self._name, error=exc.kind, again_in_s=delay)
+                log.warning("consumer_lost", queue=self._name, error=exc.reason, again_in_s=delay)
                 self._core.stop.wait(delay)
         self.close()
 

@@ -18,7 +18,7 @@ from common import registry as registry_module
 from common.broker import Publisher, codecs
 from common.errors import StoreFull, Unreachable, UsageError
 from common.live import LiveState
-from common.logs import get
+from common.logs import get, why
 from common.places import store_url
 from common.registry import Registry
 from common.settings import Settings
@@ -186,7 +186,7 @@ def _beat(core: Core, leadership: Leadership) -> None:
             leadership.beat()
         except (OSError, Unreachable) as exc:
             # A store that is away for long costs the lead, as it should.
-            log.warning("heartbeat_failed", error=type(exc).__name__)
+            log.warning("heartbeat_failed", error=why(exc))
         core.stop.wait(HEARTBEAT_S)
 
 

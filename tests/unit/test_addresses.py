@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from typing import Any
 
 import fsspec
@@ -12,9 +14,11 @@ import redis
 import structlog
 
 from common import addresses, logs, settings
+from common.broker import connect
 from common.errors import Unreachable, UsageError
 from common.live import redis_url
 from common.settings import Telemetry
+from producers.coordinator.broker_calls import BrokerTrouble, broker_calls
 from producers.intake.source import open_source
 
 
@@ -58,6 +62,20 @@ def test_no_secret_of_a_url_is_shown(
     assert err.count("gone") == 2
     assert err.count(shown) == 7
     assert "hunter2" not in err
+
+
+def test_a_log_says_why_the_broker_is_away_and_quotes_nobody() -> None:
+    gone = settings.load(env={"BATCHMILL_BROKER_URL": "amqp://u:hunter2@127.0.0.1:1//"})
+    with pytest.raises(BrokerTrouble) as caught, broker_calls():
+        connect(gone)
+    assert caught.value.kind == "Unreachable"
+    assert caught.value.reason.startswith("Unreachable: broker amqp://***@127.0.0.1:1// does not answer: ")
+    assert os.strerror(errno.ECONNREFUSED) in caught.value.reason
+    assert (
+        logs.why(OSError(errno.EACCES, "Permission denied", "/srv/a")) == "PermissionError: Permission denied: /srv/a"
+    )
+    assert logs.why(ValueError("the prompt was: hello")) == "ValueError"
+    assert logs.why(redis.ResponseError("unknown command 'hello'")) == "ResponseError"
 
 
 def test_a_remote_input_is_named_without_its_key() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ FORBIDDEN = {
 #: Heavy modules stay inside these folders.
 HEAVY = {"vllm", "torch", "transformers"}
 HEAVY_HOMES = ("workers/engine/", "workers/preflight/", "workers/models/")
+#: What an engine brings, or an environment of its own has, and `make lint` must do without.
+NOT_FOR_LINT = HEAVY | {"gguf", "accelerate", "ray"}
 
 
 def imports(path: Path) -> set[str]:
@@ -51,6 +54,16 @@ def test_heavy_imports_stay_at_home() -> None:
         if imports(path) & HEAVY and not str(path.relative_to(ROOT)).startswith(HEAVY_HOMES)
     ]
     assert wrong == []
+
+
+def test_the_types_are_checked_where_there_is_no_engine() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["mypy"]
+    missing = {
+        name.removesuffix(".*") for o in tool["overrides"] if o.get("ignore_missing_imports") for name in o["module"]
+    }
+    used = {name for package in tool["packages"] for path in sources(package) for name in imports(path)}
+    assert used & NOT_FOR_LINT >= HEAVY
+    assert (used & NOT_FOR_LINT) - missing == set()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -75,6 +76,36 @@ def test_a_bug_is_short_and_says_how_to_see_more(
     monkeypatch.setenv("BATCHMILL_DEBUG", "1")
     assert _fail(RuntimeError("boom")) == exits.BUG
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("exc", "where"),
+    [
+        (
+            PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/home/u/fleet/fleet.lock"),
+            "/home/u/fleet/fleet.lock",
+        ),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), b"/full/x"), "/full/"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "this machine"),
+    ],
+)
+def test_what_the_machine_refuses_is_no_bug(exc: OSError, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _fail(exc) == exits.UNREACHABLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"producers: error: {where}")
+    assert f": {exc.strerror}; " in line
+    assert _fail(OSError(errno.EBADF, os.strerror(errno.EBADF))) == exits.BUG, "what we did wrong stays our own"
+
+
+@pytest.mark.parametrize("argv", [["fleet", "status"], ["fleet", "down"], ["list"]])
+def test_a_home_that_cannot_be_entered_is_three_and_one_line(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # What holds for root too.
+    monkeypatch.setenv("BATCHMILL_HOME", f"/tmp/{'x' * 300}")
+    assert run(argv) == exits.UNREACHABLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert os.strerror(errno.ENAMETOOLONG) in line
 
 
 def test_other_ends_have_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
