@@ -215,6 +215,8 @@ class _RemoteFile(Source):
         except (BatchmillError, KeyboardInterrupt):
             raise
         except (FileNotFoundError, IsADirectoryError, PermissionError) as exc:
+            if (trouble := _behind(exc)) is not None:
+                raise Unreachable(f"{url}: cannot be opened: {type(trouble).__name__}: {trouble}") from None
             raise UsageError(f"{url}: {_plain_reason(exc)}") from None
         except (ValueError, ImportError) as exc:
             # An unknown scheme, or one whose package is not installed.
@@ -302,6 +304,14 @@ def _check_ends(raw: io.FileIO, name: str) -> None:
 
 def _identity(facts: os.stat_result) -> tuple[int, int, int, int]:
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def _behind(exc: OSError) -> BaseException | None:
+    """What fsspec took for a missing file although it is none: its HTTP file system says so of all that goes wrong."""
+    cause = exc.__cause__
+    if isinstance(cause, OSError) and not isinstance(cause, type(exc)):
+        return cause
+    return cause if getattr(cause, "status", 404) not in (404, 410) else None
 
 
 def _plain_reason(exc: OSError) -> str:

@@ -50,7 +50,8 @@ GOOD: list[bytes] = [
     _line("good-1"),
     _line("good-2"),
     '{"custom_id":"separators \u2028\u0085","body":{"prompt":"a\u2028b\u0085c"}}'.encode(),
-    b'{"custom_id":"beyond","body":{"prompt":"x","seed":1}}\r',
+    b'{"custom_id":"beyond 2^64","body":{"prompt":"x","seed":1180591620717411303424}}\r',
+    b'{"custom_id":"a key twice","body":{"prompt":"x","prompt":"y"}}',
     _line("extra", an_unknown_field={"a": [1, 2, {"b": None}]}),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import http.server
 import io
 import itertools
 import os
@@ -322,3 +323,29 @@ def test_urls_are_read_through_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(fs), "info", fail)
     with pytest.raises(Unreachable, match="the service is down"):
         open_source("memory://intake/in.jsonl.gz")
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    """Answers every request by the status that its path names."""
+
+    def do_GET(self) -> None:
+        self.send_error(int(self.path.strip("/")))
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+def test_a_server_that_does_not_answer_is_no_missing_file() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(UsageError, match="there is no such file"):
+            open_source(f"{base}/404")
+        for status in ("503", "403"):
+            with pytest.raises(Unreachable, match=status):
+                open_source(f"{base}/{status}")
+        server.shutdown()
+    with pytest.raises(Unreachable, match="cannot be opened"):
+        open_source(f"{base}/404")
