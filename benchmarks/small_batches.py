@@ -24,8 +24,8 @@ from common import registry as registry_module
 from common.live import LiveState
 from common.settings import Settings, load
 from common.store import open_store
-from producers import intake
 from producers.intake import Options
+from producers.intake.bulk import submit_many
 from tests.conftest import ECHO_MODEL, make_fleet_env
 from tests.support.ports import wait_until
 from tests.support.processes import Processes
@@ -58,7 +58,7 @@ def submit(settings: Settings, env: dict[str, str], requests: int, size: int) ->
     options = Options(model=ECHO_MODEL)
     inputs = [lines(at, size) for at in range(0, requests, size)]
     began = time.monotonic()
-    for _ in intake.submit_many(inputs, store, settings, registry, options):
+    for _ in submit_many(inputs, store, settings, registry, options):
         pass
     return time.monotonic() - began
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,6 +67,8 @@ def _of_stdout(name: str, exc: OSError) -> int | None:
 
 def _tell(name: str, message: str, code: int) -> int:
     if os.environ.get(DEBUG) == "1":
+        import traceback
+
         traceback.print_exc(file=sys.stderr)
     say.err(f"{name}: error: {' '.join(message.split())}")
     return code

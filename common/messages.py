@@ -7,12 +7,15 @@ joining rows as the plan stored them, a result message is logged and assembled w
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from common.errors import BadMessage
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 #: Raised with every incompatible change; a message of another version is dead-lettered, never guessed at.
 VERSION = 1
@@ -230,16 +233,23 @@ def join_rows(rows: list[bytes]) -> bytes:
 
 def positions(part: Part) -> npt.NDArray[np.uint32]:
     """`part.pos` as an array."""
+    # Here and below, since every command reads structs of this module, and few of them arrays.
+    import numpy as np
+
     return np.frombuffer(part.pos, dtype="<u4")
 
 
 def kinds(part: Part) -> npt.NDArray[np.uint8]:
     """`part.kind` as an array."""
+    import numpy as np
+
     return np.frombuffer(part.kind, dtype=np.uint8)
 
 
 def lengths(part: Part) -> npt.NDArray[np.uint32]:
     """`part.length` as an array."""
+    import numpy as np
+
     return np.frombuffer(part.length, dtype="<u4")
 
 

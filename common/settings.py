@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
-from common import addresses, plain_yaml
+from common import addresses
 from common.conversion import convert
 from common.errors import UsageError
 
@@ -255,11 +254,18 @@ def load(path: Path | None = None, env: Mapping[str, str] = os.environ) -> Setti
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping from a file; `UsageError` when it is missing, not YAML or not a mapping."""
     try:
-        raw = plain_yaml.parse(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
     except OSError as exc:
         raise UsageError(f"{path}: cannot be read: {exc.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: is not UTF-8 text") from None
+    # Here, as short questions to a store often need no file of settings, and the reader of them takes 10 ms to import.
+    import yaml
+
+    from common import plain_yaml
+
+    try:
+        raw = plain_yaml.parse(text)
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
@@ -322,6 +328,10 @@ def _parse(value: str, kind: Any, name: str) -> Any:
             value = f"[{value}]"
     elif str in options and getattr(kind, "__origin__", None) is not dict:
         return value
+    import yaml
+
+    from common import plain_yaml
+
     try:
         return plain_yaml.parse(value)
     except yaml.YAMLError as exc:

@@ -6,7 +6,7 @@ Layout below `batches/<id>/`:
 - `rows`: the MessagePack `Row`s in planned order, one after the other.
 - `plan`: one fixed-width record a position (`common.plan`): where its row starts, how long it is, its index, its cost,
   what it shares with the one before it.
-- `invalid`, `invalid.idx`: with `--skip-invalid`, ready-made error lines, and one `INVALID_DTYPE` record each.
+- `invalid`, `invalid.idx`: with `--skip-invalid`, ready-made error lines, one record each (`producers.invalid_file`).
 - `status.json`: `Status`, written by the coordinator alone.
 - `output.jsonl`, `errors.jsonl`, `summary.json`: the outputs.
 
@@ -19,15 +19,12 @@ from __future__ import annotations
 import contextlib
 
 import msgspec
-import numpy as np
 
 from common.errors import Damaged, UsageError
 from common.ids import is_batch_id
 from common.messages import CacheFacts, Usage
 from common.plan import Window as Window  # noqa: PLC0414 (read from here by the batch's side)
 from common.store import Store
-
-INVALID_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("index", "<u4")])
 
 
 class Input(msgspec.Struct, frozen=True):

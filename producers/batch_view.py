@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from common.errors import Damaged, UsageError
+from common.ids import new_ulid, ulid_number, ulid_text
 from common.messages import CacheFacts
 from common.store import LocalStore, Store
 from producers import batch as batches
@@ -205,10 +206,8 @@ def ask(store: Store, batch_id: str, command: str, by: str = "", *, priority: st
 
 def _next_name(there: list[str]) -> str:
     """A name that sorts behind those of commands that wait: ids of one millisecond, or of two clocks, need not."""
-    from ulid import ULID
-
-    made = int(ULID())
+    made = new_ulid()
     for name in there:
         with contextlib.suppress(ValueError):
-            made = max(made, int(ULID.from_str(name.removesuffix(".json").upper())) + 1)
-    return f"{str(ULID.from_int(made)).lower()}.json"
+            made = max(made, ulid_number(name.removesuffix(".json")) + 1)
+    return f"{ulid_text(made)}.json"

@@ -36,6 +36,8 @@ from producers.batch import PRIORITIES, Batch, read_batch
 from producers.batch_view import BatchView, ask, look, recent
 from producers.following import follow
 from producers.intake import Options
+from producers.intake.again import submit_again
+from producers.intake.bulk import submit_many
 from producers.reachability import check_fleet
 from producers.schedule import waits
 
@@ -126,7 +128,7 @@ class Client:
         wish = Options(**options)
         self._check_fleet()
         encoded = (b"".join(msgspec.json.encode(r) + b"\n" for r in requests) for requests in sources)
-        for batch in intake.submit_many(encoded, self.store, self.settings, self.models, wish):
+        for batch in submit_many(encoded, self.store, self.settings, self.models, wish):
             self._see_to_a_fleet(batch)
             yield batch.id
 
@@ -170,7 +172,7 @@ class Client:
         if not seen.final or seen.status == "failed":
             raise UsageError(f"{batch_id} is {seen.status}: only a batch that has ended with outputs can be retried")
         self._check_fleet()
-        made = intake.submit_again(self.store, self.settings, read_batch(self.store, batch_id), Options(**options))
+        made = submit_again(self.store, self.settings, read_batch(self.store, batch_id), Options(**options))
         self._see_to_a_fleet(made)
         return look(self.store, made.id)
 

@@ -19,7 +19,8 @@ from common.errors import BatchmillError, UsageError
 from common.new_file import replacing
 from common.store import Store
 from producers import outputs
-from producers.batch import INVALID_DTYPE, Batch, folder, read_batch
+from producers.batch import Batch, folder, read_batch
+from producers.invalid_file import INVALID_DTYPE
 from producers.outputs import ERRORS, OUTPUT, SUMMARY, FileFacts, Line, Outputs
 
 

@@ -1,4 +1,4 @@
-"""The files that intake leaves and the coordinator works from: `rows`, `plan`, `invalid`, `invalid.idx`.
+"""The files that intake leaves and the coordinator works from: `rows` and `plan`.
 
 Writers take a window at a time, so nobody ever holds more than the window at hand. The layout is described in
 `producers.batch`; the coordinator's reader is `producers.coordinator.batch_files`.
@@ -13,17 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from common.lines import encode_marks, error_line
 from common.messages import Row
-from common.plan import PLAN_DTYPE, Records, Window
-from producers.batch import INVALID_DTYPE
+from common.plan import Window
+from common.plan_reader import PLAN_DTYPE, Records
 from producers.planner import Planner
-
-INVALID = "invalid"
-INVALID_INDEX = "invalid.idx"
-
-#: Code of the error lines of requests that intake refused.
-INVALID_CODE = "invalid_request"
 
 #: Rows encoded and written at a time, at most, and bytes of their bodies (one larger row goes alone): few system calls,
 #: and only a fraction of a window in memory twice.
@@ -122,40 +115,3 @@ def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         size += more
     if sizes:
         yield start, len(sizes)
-
-
-class InvalidWriter:
-    """Writes `invalid` and `invalid.idx`: the error lines of refused requests, in order of their indexes."""
-
-    def __init__(self, lines: BinaryIO, index: BinaryIO, batch_id: str, model: str) -> None:
-        self._lines = lines
-        self._index = index
-        self._batch_id = batch_id
-        self._marks = encode_marks(model, attempts=0)
-        self._offset = 0
-        self._pending: list[tuple[int, bytes]] = []
-        #: Lines written.
-        self.count = 0
-
-    def add(self, index: int, custom_id: bytes | None, message: str) -> None:
-        """`custom_id` is a JSON string literal; None: the request has none that can be used."""
-        line = error_line(self._batch_id, index, custom_id or b"null", INVALID_CODE, message, self._marks)
-        self._pending.append((index, line))
-        self.count += 1
-        if len(self._pending) >= _WRITE_ROWS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Hand everything to the files."""
-        if not self._pending:
-            return
-        records = np.zeros(len(self._pending), INVALID_DTYPE)
-        lengths = np.fromiter((len(line) for _, line in self._pending), np.int64, len(self._pending))
-        ends = np.cumsum(lengths)
-        records["offset"] = ends - lengths + self._offset
-        records["length"] = lengths
-        records["index"] = [index for index, _ in self._pending]
-        self._lines.write(b"".join(line for _, line in self._pending))
-        self._index.write(records.tobytes())
-        self._offset += int(ends[-1])
-        self._pending.clear()

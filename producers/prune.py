@@ -6,10 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ulid import ULID
-
 from common.errors import BatchmillError, Damaged, UsageError
-from common.ids import is_batch_id
+from common.ids import created_at, is_batch_id
 from common.store import Store
 from producers.batch import FINAL, Batch, folder, read_batch, read_status
 from producers.intake.spool import INCOMING, release_key
@@ -33,7 +31,7 @@ def old(store: Store, before: float) -> list[Old]:
     active = {batch_id for shard in store.list("active") for batch_id in store.list(f"active/{shard}")}
     incoming = {name.partition(".")[0] for name in store.list(INCOMING)}
     for batch_id in sorted(filter(is_batch_id, store.list("batches"))):
-        if _made_at(batch_id) >= before or batch_id in incoming:
+        if created_at(batch_id) >= before or batch_id in incoming:
             with contextlib.suppress(BatchmillError):
                 kept[batch_id] = read_batch(store, batch_id).retry_of
             continue
@@ -68,10 +66,6 @@ def remove(store: Store, batches: list[Old]) -> Iterator[Old]:
         if key is not None:
             release_key(store, key, one.id)
         yield one
-
-
-def _made_at(batch_id: str) -> float:
-    return ULID.from_str(batch_id.removeprefix("batch_").upper()).timestamp
 
 
 def _ended_at(store: Store, batch: Batch) -> float | None:

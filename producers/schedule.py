@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from datetime import time as clock_time
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from common.errors import UsageError
 
@@ -66,6 +65,8 @@ def zone_of(name: str) -> tzinfo:
     """The time zone of that name; `UsageError` when there is none here."""
     if name.upper() in ("UTC", "Z"):
         return UTC
+    from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):

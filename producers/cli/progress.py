@@ -7,16 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
 from common import say
 from producers.batch_view import BatchView
 from producers.cli import wording
-from producers.following import Meter, Pace
+from producers.following import Meter
 
 #: Seconds between two lines where there is no terminal and nothing but the numbers changed.
 LINE_S = 5.0
@@ -30,6 +24,11 @@ def display() -> Iterator[Callable[[BatchView], None]]:
     if not sys.stderr.isatty():
         yield Lines(say.err).show
         return
+    # Here, as it takes a terminal to need it: a command in a script starts without.
+    from rich.live import Live
+
+    from producers.cli.bar import frame
+
     meter = Meter()
     with Live(console=say.console(stderr=True), refresh_per_second=8, transient=True) as live:
         yield lambda seen: live.update(frame(seen, meter.add(seen, time.monotonic())))
@@ -53,19 +52,3 @@ class Lines:
         if turned or now - self._said_at >= (SAME_S if state == self._said else LINE_S):
             self._write(wording.line(seen, pace))
             self._said, self._said_at = state, now
-
-
-def frame(seen: BatchView, pace: Pace) -> Group:
-    """One picture of the bar; fits 80 columns."""
-    total = seen.request_counts.total
-    head = Text.assemble((seen.id, "bold"), "  ", wording.plain(seen.model), no_wrap=True, overflow="ellipsis")
-    row = Table.grid(padding=(0, 1), expand=True)
-    row.add_column(ratio=1)
-    row.add_column(justify="right", no_wrap=True)
-    row.add_row(
-        ProgressBar(total=max(1, total), completed=seen.answered if total else 1),
-        f"{seen.answered:,}/{total:,}  {wording.percent(seen):>3}%",
-    )
-    foot = Text(" · ".join([wording.status(seen), *wording.facts(seen, pace)]), no_wrap=True, overflow="ellipsis")
-    why = wording.reason(seen)
-    return Group(head, row, foot, *([Text(wording.plain(why), style="yellow")] if why else []))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from common import say
 from common.errors import UsageError
-from producers import intake
 from producers.batch import read_batch
 from producers.batch_view import look
 from producers.cli import surroundings, wording
 from producers.cli.submit import let_go, warn_of_hours
 from producers.cli.watch import default_folder, running_fleet, to_the_end
 from producers.intake import Options
+from producers.intake.again import submit_again
 from producers.outputs import check_folder
 from producers.reachability import check_fleet
 
@@ -45,7 +45,7 @@ def retry(wish: Wish) -> int:
     if earlier.status == "failed":
         raise UsageError(f"{earlier.id} failed as a whole, so its requests are not there: {wording.reason(earlier)}")
     check_fleet(settings, store, lambda: surroundings.load_registry(settings), say.err)
-    batch = intake.submit_again(store, settings, read_batch(store, earlier.id), wish.options)
+    batch = submit_again(store, settings, read_batch(store, earlier.id), wish.options)
     seen = look(store, batch.id)
     what = wording.number(batch.requests, "request")
     say.err(f"{batch.id}: {what} of {earlier.id} again, for {batch.model}")

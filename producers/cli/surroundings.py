@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 from common import places, registry, settings
 from common.errors import Unreachable, UsageError
 from common.registry import Registry
@@ -55,6 +53,8 @@ def pairs(given: list[str]) -> dict[str, str]:
 
 def installed_version() -> str:
     """The version of the installed distribution."""
+    from importlib import metadata
+
     try:
         return metadata.version("batchmill")
     except metadata.PackageNotFoundError:

@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from common.errors import BadMessage
 from common.messages import Row, decode_rows, join_rows
-from common.plan import PLAN_DTYPE
+from common.plan_reader import PLAN_DTYPE
 from common.store import Store
-from producers.batch import INVALID_DTYPE, Batch, folder
+from producers.batch import Batch, folder
 from producers.coordinator.row_states import Positions
+from producers.invalid_file import INVALID_DTYPE
 
 #: Plan records that are kept for the next call, at most.
 _KEPT = 4096

@@ -1,7 +1,9 @@
-"""Intake: from a file of requests to a batch in the store, or to a report of every line that cannot be accepted."""
+"""Intake: from a file of requests to a batch in the store, or to a report of every line that cannot be accepted.
 
-from producers.intake.again import submit_again
-from producers.intake.bulk import submit_many
+What makes many batches at a time (`bulk`), and one out of another's rows (`again`), is not among what every command
+imports that takes a file.
+"""
+
 from producers.intake.options import Options
 from producers.intake.refusals import LineError, Rejected, Report
 from producers.intake.spool import recover, shard_of
@@ -15,9 +17,7 @@ __all__ = [
     "recover",
     "shard_of",
     "submit",
-    "submit_again",
     "submit_bytes",
-    "submit_many",
     "submit_stream",
     "validate",
 ]

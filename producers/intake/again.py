@@ -14,7 +14,8 @@ import numpy as np
 
 from common.errors import UsageError
 from common.messages import Row
-from common.plan import PLAN, ROWS, PlanReader
+from common.plan import PLAN, ROWS
+from common.plan_reader import PlanReader
 from common.settings import Settings
 from common.store import Store
 from producers import outputs

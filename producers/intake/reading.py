@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from common.errors import InvalidInput
 from producers.intake.duplicates import Duplicate, Duplicates
@@ -13,8 +13,11 @@ from producers.intake.reader import ENDLESS, read_lines
 from producers.intake.refusals import SHOWN, LineError, Refusal, Refusals, Report, ReportFile
 from producers.intake.rules import Rules
 from producers.intake.source import Source
-from producers.plan_file import InvalidWriter, WindowRow
+from producers.plan_file import WindowRow
 from producers.planner import WINDOW_BYTES, WINDOW_ROWS
+
+if TYPE_CHECKING:
+    from producers.invalid_file import InvalidWriter
 
 #: Called now and then with bytes read (before decompression) and lines.
 Progress = Callable[[int, int], None]

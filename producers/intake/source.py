@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-import zstandard
 from blake3 import blake3
 
 from common import addresses
@@ -143,6 +142,8 @@ class Source:
                         return
 
     def _unzstd(self, data: bytes) -> Iterator[bytes]:
+        import zstandard
+
         frame = zstandard.ZstdDecompressor().decompressobj()
         fresh = True
         parts: list[bytes] = []

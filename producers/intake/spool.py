@@ -26,10 +26,9 @@ from typing import Self
 
 import msgspec
 from blake3 import blake3
-from ulid import ULID
 
 from common.errors import Damaged, Unreachable
-from common.ids import is_batch_id, new_batch_id
+from common.ids import created_at, is_batch_id, new_batch_id
 from common.store import FileGroup, LocalStore, Store
 from producers.batch import Batch, folder
 
@@ -221,7 +220,7 @@ def recover(store: Store) -> None:
 def _taken_over(store: Store, batch_id: str) -> Iterator[bool]:
     """True when the intake of a batch has ended; on a local disk no two processes are told so at the same time."""
     if not isinstance(store, LocalStore):
-        yield time.time() - _created(batch_id) > DEAD_AFTER_S
+        yield time.time() - created_at(batch_id) > DEAD_AFTER_S
         return
     lock = store.try_lock(f"{INCOMING}/{batch_id}{_LOCK}")
     try:
@@ -229,11 +228,6 @@ def _taken_over(store: Store, batch_id: str) -> Iterator[bool]:
     finally:
         if lock is not None:
             os.close(lock)
-
-
-def _created(batch_id: str) -> float:
-    """Unix seconds at which an id was made."""
-    return ULID.from_str(batch_id.removeprefix("batch_").upper()).timestamp
 
 
 def _whole_path(store: Store, batch_id: str) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from common.errors import UsageError
 from common.messages import Row
-from common.plan import PLAN, ROWS, PlanReader
+from common.plan import PLAN, ROWS
 from common.registry import Registry
 from common.settings import Settings
 from common.store import LocalStore, Store
@@ -23,7 +23,7 @@ from producers.intake.refusals import Rejected, Report
 from producers.intake.rules import Rules
 from producers.intake.source import Source, open_source, open_stream
 from producers.intake.spool import INCOMING, Spool, find_by_key, recover, shard_of
-from producers.plan_file import INVALID, INVALID_INDEX, InvalidWriter, PlanWriter
+from producers.plan_file import PlanWriter
 
 
 def validate(
@@ -182,6 +182,9 @@ def _plan_writer(spool: Spool) -> Iterator[PlanWriter]:
 
 
 def _write_invalid(spool: Spool, reading: Reading, model: str) -> Report:
+    # Here, as few files need it and it needs numpy, which is a good part of the start of a command.
+    from producers.invalid_file import INVALID, INVALID_INDEX, InvalidWriter
+
     with (
         spool.files.open_write(f"{spool.folder}/{INVALID}") as lines,
         spool.files.open_write(f"{spool.folder}/{INVALID_INDEX}") as index,
@@ -194,6 +197,8 @@ def _without_repeats(spool: Spool, reading: Reading, made: PlanWriter) -> PlanWr
 
     Rare (it takes `--skip-invalid` and such a file), so it costs nothing to files that have none.
     """
+    from common.plan_reader import PlanReader
+
     reader = PlanReader(spool.store, spool.folder, made.planned)
     decode = msgspec.msgpack.Decoder(Row).decode
     repeats = reading.repeats()

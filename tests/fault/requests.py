@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from common.messages import Row
-from common.plan import PlanReader
+from common.plan_reader import PlanReader
 from common.store import LocalStore
 from common.urls import URLS
 from producers.batch import read_batch

@@ -37,13 +37,15 @@ from common.messages import (
     infer_queue,
     node_queue,
 )
-from common.plan import PLAN_DTYPE, Window
+from common.plan import Window
+from common.plan_reader import PLAN_DTYPE
 from common.settings import Settings
 from common.store import Store
-from producers.batch import INVALID_DTYPE, Batch, Input, Status, folder
+from producers.batch import Batch, Input, Status, folder
 from producers.coordinator.broker_calls import BrokerTrouble, broker_calls
 from producers.coordinator.core import Core
 from producers.coordinator.service import Service
+from producers.invalid_file import INVALID_DTYPE
 from tests.support.ports import PATIENCE_S, wait_until
 
 MODEL = "echo-test@1"

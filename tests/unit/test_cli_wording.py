@@ -14,8 +14,8 @@ from common.messages import Usage
 from common.store import LocalStore
 from producers.batch_view import BatchView, view
 from producers.cli import wording
-from producers.cli.batches import card, listing
-from producers.cli.progress import frame
+from producers.cli.bar import frame
+from producers.cli.cards import card, listing
 from producers.following import Pace
 from tests.support import stored
 

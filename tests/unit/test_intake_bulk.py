@@ -43,7 +43,7 @@ def test_every_source_is_a_batch_in_order(store: Store, monkeypatch: pytest.Monk
     monkeypatch.setattr(bulk, "TOGETHER", 4)
     sources = [source(n, 2000 if n == 5 else 3) for n in range(11)]
     monkeypatch.setattr(bulk, "LARGE_BYTES", 20_000)  # The sixth goes by itself.
-    made = list(intake.submit_many(sources, store, SETTINGS, MODELS, Options(name="all", priority="low")))
+    made = list(bulk.submit_many(sources, store, SETTINGS, MODELS, Options(name="all", priority="low")))
     assert len({batch.id for batch in made}) == 11
     for number, batch in enumerate(made):
         assert read_batch(store, batch.id) == batch
@@ -57,7 +57,7 @@ def test_a_source_that_is_refused_stops_it_there(store: Store) -> None:
     sources = [source(0), source(1), b"{no json}\n", source(3)]
     made: list[Batch] = []
     with pytest.raises(Rejected, match="source 2"):
-        made.extend(intake.submit_many(sources, store, SETTINGS, MODELS, Options()))
+        made.extend(bulk.submit_many(sources, store, SETTINGS, MODELS, Options()))
     assert store.list("incoming") == []
     assert len(store.list("active/0")) == len(store.list("batches")) == 2
 
@@ -71,7 +71,7 @@ def test_killed_before_any_step(tmp_path: Path) -> None:
             # Never back into the test run, whatever happens.
             try:
                 die_at(step)
-                list(intake.submit_many([source(n) for n in range(2)], store, SETTINGS, MODELS, Options()))
+                list(bulk.submit_many([source(n) for n in range(2)], store, SETTINGS, MODELS, Options()))
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -105,5 +105,5 @@ def test_a_disk_that_fills_up_takes_all_of_a_group_back(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", full)
         with pytest.raises(StoreFull):
-            list(intake.submit_many([source(n) for n in range(3)], store, SETTINGS, MODELS, Options()))
+            list(bulk.submit_many([source(n) for n in range(3)], store, SETTINGS, MODELS, Options()))
     assert store.list("active/0") == store.list("batches") == store.list("incoming") == []

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from common.errors import BatchmillError
 from common.ids import new_batch_id
 from common.messages import Row, decode_rows
-from common.plan import PlanReader, Window
+from common.plan import Window
+from common.plan_reader import PlanReader
 from common.store import LocalStore
 from producers.batch import Batch, Input
 from producers.coordinator.batch_files import BatchFiles
-from producers.plan_file import InvalidWriter, PlanWriter
+from producers.invalid_file import InvalidWriter
+from producers.plan_file import PlanWriter
 
 row = st.tuples(
     st.binary(min_size=1, max_size=8), st.integers(0, 6), st.binary(max_size=300), st.integers(1, 2**32 - 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ulid import ULID
 
+from common.ids import new_ulid, ulid_text
 from common.registry import ModelVersion, Registry
 from common.settings import Settings
 from common.store import LocalStore
@@ -24,10 +24,15 @@ DAY = 86400.0
 NOW = time.time()
 
 
+def batch_id_of(made_at: float) -> str:
+    """The id of a batch that was made then (Unix seconds)."""
+    return f"batch_{ulid_text(int(made_at * 1000) << 80 | new_ulid() % 2**80)}"
+
+
 def batch_of(store: LocalStore, monkeypatch: pytest.MonkeyPatch, days: float, status: str | None, **fields: Any) -> str:
     """A batch that was made, and ended, so many days ago."""
     made_at = NOW - days * DAY
-    made = f"batch_{str(ULID.from_timestamp(made_at)).lower()}"
+    made = batch_id_of(made_at)
     monkeypatch.setattr(stored, "new_batch_id", lambda: made)
     of = stored.batch(store, created_at=made_at, **fields)
     if status is not None:
@@ -50,9 +55,9 @@ def test_what_ended_long_ago_goes_and_nothing_else(
     store.create_exclusive(f"active/0/{ending}", b"")
     queued = batch_of(store, monkeypatch, 38, None)
     young = batch_of(store, monkeypatch, 3, "completed", retry_of=retried_again)
-    half = f"batch_{str(ULID.from_timestamp(NOW - 60 * DAY)).lower()}"
+    half = batch_id_of(NOW - 60 * DAY)
     store.put_atomic(f"{folder(half)}/output.jsonl", b"{}")
-    being_made = f"batch_{str(ULID.from_timestamp(NOW)).lower()}"
+    being_made = batch_id_of(NOW)
     store.put_atomic(f"{folder(being_made)}/rows", b"")
     everything = store.list("batches")
     assert run(["prune", "--older-than", "30d", "--dry-run", "--json"]) == 0

@@ -22,7 +22,8 @@ from common.store import LocalStore
 from producers import merged
 from producers.batch import Batch, folder, read_batch, read_status
 from producers.coordinator.batch_files import BatchFiles
-from producers.intake import Options, submit_again, submit_bytes
+from producers.intake import Options, submit_bytes
+from producers.intake.again import submit_again
 from tests.support import stored
 
 REGISTRY = Registry({"tiny@1": ModelVersion(source="x")}, {}, "tiny@1")

@@ -16,7 +16,8 @@ from common.errors import UsageError
 from common.ids import is_batch_id
 from common.lines import Marks
 from common.messages import Row
-from common.plan import PlanReader, Window
+from common.plan import Window
+from common.plan_reader import PlanReader
 from common.store import Store
 from workers.cache.key import Space
 
