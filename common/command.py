@@ -41,7 +41,7 @@ def guard(name: str, call: Callable[[], Any], argv: Sequence[str] = ()) -> int:
             return _tell(name, f"{where}: {exc.strerror}; put that right and run it again", exits.UNREACHABLE)
         usage = getattr(exc, "format_message", None)
         if usage is not None:  # the parser's own errors: an unknown option, a missing argument, no command at all
-            said = _sentence(usage()) or "a command is missing"
+            said = _sentence(usage())
             return _tell(name, f"{said} (see {_help_of(exc, name, argv)})", exits.INVALID)
         _tell(name, f"unexpected {type(exc).__name__}: {exc}; this is a bug", exits.BUG)
         if os.environ.get(DEBUG) != "1":
@@ -55,7 +55,7 @@ def _of_stdout(name: str, exc: OSError) -> int | None:
     at = exc.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
-    if at is None or at.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in ("rich", "typer"):
+    if at is None or at.tb_frame.f_globals.get("__name__", "").partition(".")[0] != "click":
         return None
     try:
         say.unwritten(exc)

@@ -4,109 +4,94 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+import click
 
-app = typer.Typer(
-    name="producers",
-    help="Offline batch inference: files of requests in, aligned files of answers out.",
-    epilog="Exit codes: 0 all answered, 1 some requests failed, 2 invalid input or usage, 3 broker or store "
-    "unreachable, 4 cancelled or expired. Settings: config/fleet.yaml and BATCHMILL_… variables.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+from common.grammar import Group
+
+file_argument = click.argument(
+    "file", metavar="FILE", help="JSON lines: a path, an fsspec URL, or - for stdin; .gz and .zst too."
 )
-fleet_app = typer.Typer(
-    help="The embedded fleet: broker, coordinator and worker on this machine, used when no broker is configured.",
-    no_args_is_help=True,
+id_argument = click.argument("batch_id", metavar="ID", help="A batch id (batch_…).")
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout (docs/cli.md).")
+model_option = click.option(
+    "--model", "-m", metavar="NAME[@VERSION]", help="Else the first request's, else the default."
 )
-app.add_typer(fleet_app, name="fleet")
-
-FileArgument = Annotated[
-    str, typer.Argument(metavar="FILE", help="JSON lines: a path, an fsspec URL, or - for stdin; .gz and .zst too.")
-]
-IdArgument = Annotated[str, typer.Argument(metavar="ID", help="A batch id (batch_…).")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout (docs/cli.md).")]
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", "-m", metavar="NAME[@VERSION]", help="Else the first request's, else the default."),
-]
 
 
-def _folder(text: str) -> Path:
+def _folder(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Path | None:
     """A folder that can be meant: `--output "$UNSET"` would fill the working folder, and `-` is no stdout here."""
+    if text is None:
+        return None
     if not text:
-        raise typer.BadParameter("is empty; name a folder")
+        raise click.BadParameter("is empty; name a folder")
     if text == "-":
-        raise typer.BadParameter("must be a folder; 'producers results ID --output -' writes to stdout")
+        raise click.BadParameter("must be a folder; 'producers results ID --output -' writes to stdout")
     return Path(text)
 
 
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", metavar="DIR", parser=_folder, help="Folder of the outputs. (default: ./batchmill-out/ID)"
-    ),
-]
-MaxTokensOption = Annotated[
-    int | None,
-    typer.Option("--max-tokens-default", metavar="N", min=1, help="max_tokens of requests that name none."),
-]
-
-DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Do not follow; come back with watch.")]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option("--timeout", metavar="SECONDS", help="Time one request may take in the engine."),
-]
-KeyOption = Annotated[
-    str | None,
-    typer.Option("--idempotency-key", metavar="KEY", help="The same key again gives the same batch, not another."),
-]
-PriorityOption = Annotated[
-    str | None,
-    typer.Option("--priority", metavar="WORD", help="low, normal, high or urgent."),
-]
-TenantOption = Annotated[
-    str | None,
-    typer.Option("--tenant", metavar="NAME", help="Whose work it is; tenants share by scheduler.tenants."),
-]
-WindowOption = Annotated[
-    str | None,
-    typer.Option("--completion-window", metavar="TIME", help="24h, 90m, …: what is unanswered then expires."),
-]
-NotBeforeOption = Annotated[
-    str | None,
-    typer.Option("--not-before", metavar="WHEN", help="Send nothing before this time (ISO), or for this long."),
-]
-RunBetweenOption = Annotated[
-    str | None,
-    typer.Option(
-        "--run-between", metavar="FROM-TO", help="Send only at these hours: '22:00-06:00 Europe/Berlin', else UTC."
-    ),
-]
+output_option = click.option(
+    "--output", "-o", metavar="DIR", callback=_folder, help="Folder of the outputs. (default: ./batchmill-out/ID)"
+)
+max_tokens_option = click.option(
+    "--max-tokens-default",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="max_tokens of requests that name none.",
+)
+detach_option = click.option("--detach", "-d", is_flag=True, help="Do not follow; come back with watch.")
+timeout_option = click.option(
+    "--timeout", metavar="SECONDS", type=float, help="Time one request may take in the engine."
+)
+key_option = click.option(
+    "--idempotency-key", metavar="KEY", help="The same key again gives the same batch, not another."
+)
+priority_option = click.option("--priority", metavar="WORD", help="low, normal, high or urgent.")
+tenant_option = click.option("--tenant", metavar="NAME", help="Whose work it is; tenants share by scheduler.tenants.")
+window_option = click.option(
+    "--completion-window", metavar="TIME", help="24h, 90m, …: what is unanswered then expires."
+)
+not_before_option = click.option(
+    "--not-before", metavar="WHEN", help="Send nothing before this time (ISO), or for this long."
+)
+run_between_option = click.option(
+    "--run-between", metavar="FROM-TO", help="Send only at these hours: '22:00-06:00 Europe/Berlin', else UTC."
+)
 
 
-@app.callback(invoke_without_command=True)
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="Settings, instead of config/fleet.yaml."),
-    ] = None,
-    models: Annotated[
-        Path | None,
-        typer.Option("--models", metavar="FILE", help="Model registry, instead of config/models.yaml."),
-    ] = None,
-) -> None:
-    """Options of all commands."""
-    if version:
+def _show_version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
         from common import say
         from producers.cli.surroundings import installed_version
 
         say.out(f"batchmill {installed_version()}")
-        raise typer.Exit
+        context.exit()
+
+
+@click.group(
+    name="producers",
+    cls=Group,
+    epilog="Exit codes: 0 all answered, 1 some requests failed, 2 invalid input or usage, 3 broker or store "
+    "unreachable, 4 cancelled or expired. Settings: config/fleet.yaml and BATCHMILL_… variables.",
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+)
+@click.option(
+    "--config",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Settings, instead of config/fleet.yaml.",
+)
+@click.option(
+    "--models",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Model registry, instead of config/models.yaml.",
+)
+def app(config: Path | None, models: Path | None) -> None:
+    """Offline batch inference: files of requests in, aligned files of answers out."""
     # By environment, so that the processes of an embedded fleet read the same files.
     if config is not None:
         os.environ["BATCHMILL_CONFIG"] = str(config.absolute())
@@ -115,105 +100,73 @@ def root(
 
 
 @app.command()
-def submit(
-    file: FileArgument,
-    model: ModelOption = None,
-    name: Annotated[str | None, typer.Option("--name", help="A name for people.")] = None,
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option("--metadata", metavar="K=V", help="Kept with the batch; may be given again."),
-    ] = None,
-    detach: DetachOption = False,
-    output: OutputOption = None,
-    max_tokens_default: MaxTokensOption = None,
-    skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="Bad lines become error results instead of refusing the file.")
-    ] = False,
-    cache: Annotated[
-        str | None,
-        typer.Option("--cache", metavar="MODE", help="Result cache: off, read, write or on. (default: the settings')"),
-    ] = None,
-    timeout: TimeoutOption = None,
-    idempotency_key: KeyOption = None,
-    priority: PriorityOption = None,
-    tenant: TenantOption = None,
-    completion_window: WindowOption = None,
-    not_before: NotBeforeOption = None,
-    run_between: RunBetweenOption = None,
-    as_json: JsonOption = False,
-) -> int:
+@file_argument
+@model_option
+@click.option("--name", help="A name for people.")
+@click.option("--metadata", metavar="K=V", multiple=True, help="Kept with the batch; may be given again.")
+@detach_option
+@output_option
+@max_tokens_option
+@click.option("--skip-invalid", is_flag=True, help="Bad lines become error results instead of refusing the file.")
+@click.option("--cache", metavar="MODE", help="Result cache: off, read, write or on. (default: the settings')")
+@timeout_option
+@key_option
+@priority_option
+@tenant_option
+@window_option
+@not_before_option
+@run_between_option
+@json_option
+def submit(file: str, metadata: tuple[str, ...], timeout: float | None, **options: Any) -> int:
     """Check a file of requests, enqueue it, follow it and put its outputs.
 
     Ctrl-C stops following, not the batch.
     """
     from producers.cli.submit import Wish, submit
 
-    return submit(
-        Wish(
-            source=file,
-            model=model,
-            name=name,
-            metadata=metadata or [],
-            detach=detach,
-            output=output,
-            max_tokens_default=max_tokens_default,
-            skip_invalid=skip_invalid,
-            cache=cache,
-            timeout_s=timeout,
-            idempotency_key=idempotency_key,
-            priority=priority,
-            tenant=tenant,
-            completion_window=completion_window,
-            not_before=not_before,
-            run_between=run_between,
-            as_json=as_json,
-        )
-    )
+    return submit(Wish(source=file, metadata=list(metadata), timeout_s=timeout, **options))
 
 
 @app.command()
-def validate(
-    file: FileArgument,
-    model: ModelOption = None,
-    max_tokens_default: MaxTokensOption = None,
-    as_json: JsonOption = False,
-) -> int:
+@file_argument
+@model_option
+@max_tokens_option
+@json_option
+def validate(file: str, **options: Any) -> int:
     """Check a file of requests. Needs no broker and enqueues nothing."""
     from producers.cli.validate import validate
 
-    return validate(file, model=model, max_tokens_default=max_tokens_default, as_json=as_json)
+    return validate(file, **options)
 
 
 @app.command()
-def analyze(
-    file: FileArgument,
-    model: ModelOption = None,
-    kv_tokens: Annotated[
-        int | None,
-        typer.Option("--kv-tokens", metavar="N", min=1, help="Tokens of the KV cache. (default: by models.yaml)"),
-    ] = None,
-    block_tokens: Annotated[
-        int | None,
-        typer.Option("--block-tokens", metavar="N", min=1, help="Tokens of a block of it. (default: by models.yaml)"),
-    ] = None,
-    max_tokens_default: MaxTokensOption = None,
-    as_json: JsonOption = False,
-) -> int:
+@file_argument
+@model_option
+@click.option(
+    "--kv-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Tokens of the KV cache. (default: by models.yaml)",
+)
+@click.option(
+    "--block-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Tokens of a block of it. (default: by models.yaml)",
+)
+@max_tokens_option
+@json_option
+def analyze(file: str, **options: Any) -> int:
     """What a file will cost: tokens, shared prefixes, duplicates, what caches save. Runs nothing, needs no GPU."""
     from producers.cli.analyze import analyze
 
-    return analyze(
-        file,
-        model=model,
-        kv_tokens=kv_tokens,
-        block_tokens=block_tokens,
-        max_tokens_default=max_tokens_default,
-        as_json=as_json,
-    )
+    return analyze(file, **options)
 
 
 @app.command()
-def status(batch_id: IdArgument, as_json: JsonOption = False) -> int:
+@id_argument
+@json_option
+def status(batch_id: str, as_json: bool) -> int:
     """Where a batch stands."""
     from producers.cli.batches import status
 
@@ -221,7 +174,10 @@ def status(batch_id: IdArgument, as_json: JsonOption = False) -> int:
 
 
 @app.command()
-def watch(batch_id: IdArgument, output: OutputOption = None, as_json: JsonOption = False) -> int:
+@id_argument
+@output_option
+@json_option
+def watch(batch_id: str, output: Path | None, as_json: bool) -> int:
     """Follow a batch until it ends, then put its outputs.
 
     Ctrl-C stops following, not the batch.
@@ -232,11 +188,18 @@ def watch(batch_id: IdArgument, output: OutputOption = None, as_json: JsonOption
 
 
 @app.command("list")
-def list_batches(
-    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="How many, newest first.")] = 20,
-    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
-    as_json: JsonOption = False,
-) -> int:
+@click.option(
+    "--limit",
+    "-n",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="How many, newest first.",
+)
+@click.option("--all", "everything", is_flag=True, help="All of them.")
+@json_option
+def list_batches(limit: int, everything: bool, as_json: bool) -> int:
     """The newest batches."""
     from producers.cli.batches import show
 
@@ -244,11 +207,10 @@ def list_batches(
 
 
 @app.command()
-def prune(
-    older_than: Annotated[str, typer.Option("--older-than", metavar="TIME", help="How long ago they ended: 30d, 12h.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only name them.")] = False,
-    as_json: JsonOption = False,
-) -> int:
+@click.option("--older-than", metavar="TIME", required=True, help="How long ago they ended: 30d, 12h.")
+@click.option("--dry-run", is_flag=True, help="Only name them.")
+@json_option
+def prune(older_than: str, dry_run: bool, as_json: bool) -> int:
     """Remove batches that ended long ago from the store, with their outputs."""
     from producers.cli.prune import prune
 
@@ -256,7 +218,9 @@ def prune(
 
 
 @app.command()
-def cancel(batch_id: IdArgument, as_json: JsonOption = False) -> int:
+@id_argument
+@json_option
+def cancel(batch_id: str, as_json: bool) -> int:
     """Cancel a batch: what is answered is kept, the rest becomes error results."""
     from producers.cli.orders import cancel
 
@@ -264,7 +228,9 @@ def cancel(batch_id: IdArgument, as_json: JsonOption = False) -> int:
 
 
 @app.command()
-def pause(batch_id: IdArgument, as_json: JsonOption = False) -> int:
+@id_argument
+@json_option
+def pause(batch_id: str, as_json: bool) -> int:
     """Send nothing more of a batch for now; what was sent is still answered."""
     from producers.cli.orders import pause
 
@@ -272,7 +238,9 @@ def pause(batch_id: IdArgument, as_json: JsonOption = False) -> int:
 
 
 @app.command("resume-dispatch")
-def resume_dispatch(batch_id: IdArgument, as_json: JsonOption = False) -> int:
+@id_argument
+@json_option
+def resume_dispatch(batch_id: str, as_json: bool) -> int:
     """Let a paused batch go on."""
     from producers.cli.orders import resume_dispatch
 
@@ -280,11 +248,10 @@ def resume_dispatch(batch_id: IdArgument, as_json: JsonOption = False) -> int:
 
 
 @app.command()
-def reprioritize(
-    batch_id: IdArgument,
-    priority: Annotated[str, typer.Option("--priority", metavar="WORD", help="low, normal, high or urgent.")],
-    as_json: JsonOption = False,
-) -> int:
+@id_argument
+@click.option("--priority", metavar="WORD", required=True, help="low, normal, high or urgent.")
+@json_option
+def reprioritize(batch_id: str, priority: str, as_json: bool) -> int:
     """Give a batch that runs another priority."""
     from producers.cli.orders import reprioritize
 
@@ -292,22 +259,27 @@ def reprioritize(
 
 
 @app.command()
+@id_argument
+@detach_option
+@output_option
+@click.option("--merged", is_flag=True, help="Put the outputs of all, the earlier answers with the new ones.")
+@click.option("--name", help="A name for people. (default: as it was)")
+@timeout_option
+@key_option
+@priority_option
+@tenant_option
+@window_option
+@not_before_option
+@run_between_option
+@json_option
 def retry(
-    batch_id: IdArgument,
-    detach: DetachOption = False,
-    output: OutputOption = None,
-    merged: Annotated[
-        bool, typer.Option("--merged", help="Put the outputs of all, the earlier answers with the new ones.")
-    ] = False,
-    name: Annotated[str | None, typer.Option("--name", help="A name for people. (default: as it was)")] = None,
-    timeout: TimeoutOption = None,
-    idempotency_key: KeyOption = None,
-    priority: PriorityOption = None,
-    tenant: TenantOption = None,
-    completion_window: WindowOption = None,
-    not_before: NotBeforeOption = None,
-    run_between: RunBetweenOption = None,
-    as_json: JsonOption = False,
+    batch_id: str,
+    detach: bool,
+    output: Path | None,
+    merged: bool,
+    as_json: bool,
+    timeout: float | None,
+    **options: Any,
 ) -> int:
     """Enqueue again what is unanswered of a batch that has ended (failed, expired, cancelled requests), and follow it.
 
@@ -316,30 +288,20 @@ def retry(
     from producers.cli.retry import Wish, retry
     from producers.intake import Options
 
-    options = Options(
-        name=name,
-        timeout_s=timeout,
-        idempotency_key=idempotency_key,
-        priority=priority,
-        tenant=tenant,
-        completion_window=completion_window,
-        not_before=not_before,
-        run_between=run_between,
-    )
-    return retry(Wish(batch_id, detach, output, merged, options, as_json))
+    return retry(Wish(batch_id, detach, output, merged, Options(timeout_s=timeout, **options), as_json))
 
 
 @app.command()
-def resume(
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="See to a fleet and do not follow.")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="DIR", parser=_folder, help="Folder of the folders ID. (default: ./batchmill-out)"
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> int:
+@click.option("--detach", "-d", is_flag=True, help="See to a fleet and do not follow.")
+@click.option(
+    "--output",
+    "-o",
+    metavar="DIR",
+    callback=_folder,
+    help="Folder of the folders ID. (default: ./batchmill-out)",
+)
+@json_option
+def resume(detach: bool, output: Path | None, as_json: bool) -> int:
     """After a crash: say what is unfinished, bring the fleet back where it is the embedded one, and follow.
 
     May be run at any time, and again.
@@ -350,20 +312,12 @@ def resume(
 
 
 @app.command()
-def results(
-    batch_id: IdArgument,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output", "-o", metavar="DIR", help="Folder; - for all lines on stdout. (default: ./batchmill-out/ID)"
-        ),
-    ] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="What is answered so far, while it runs.")] = False,
-    merged: Annotated[
-        bool, typer.Option("--merged", help="Of a retry: with the answers of the batch that it retries.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> int:
+@id_argument
+@click.option("--output", "-o", metavar="DIR", help="Folder; - for all lines on stdout. (default: ./batchmill-out/ID)")
+@click.option("--partial", is_flag=True, help="What is answered so far, while it runs.")
+@click.option("--merged", is_flag=True, help="Of a retry: with the answers of the batch that it retries.")
+@json_option
+def results(batch_id: str, output: str | None, partial: bool, merged: bool, as_json: bool) -> int:
     """Put the outputs of a batch."""
     from producers.cli.results import results
 
@@ -371,36 +325,49 @@ def results(
 
 
 @app.command()
-def coordinate(
-    shard: Annotated[int, typer.Option("--shard", metavar="N", min=0, help="The shard of batches to run.")] = 0,
-) -> int:
+@click.option(
+    "--shard",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="The shard of batches to run.",
+)
+def coordinate(shard: int) -> int:
     """Run a coordinator: dispatches batches, collects and logs results, writes the outputs. SIGTERM ends it cleanly."""
     from producers.cli.coordinate import coordinate
 
     return coordinate(shard)
 
 
-@fleet_app.command("up")
-def fleet_up(model: ModelOption = None, as_json: JsonOption = False) -> int:
+@app.group()
+def fleet() -> None:
+    """The embedded fleet: broker, coordinator and worker on this machine, used when no broker is configured."""
+
+
+@fleet.command("up")
+@model_option
+@json_option
+def fleet_up(model: str | None, as_json: bool) -> int:
     """Bring it up, to stay until `fleet down`, and wait until the model is ready."""
     from producers.cli.fleet import up
 
     return up(model=model, as_json=as_json)
 
 
-@fleet_app.command("down")
-def fleet_down(
-    now: Annotated[bool, typer.Option("--now", help="Do not let workers finish what they run.")] = False,
-    as_json: JsonOption = False,
-) -> int:
+@fleet.command("down")
+@click.option("--now", is_flag=True, help="Do not let workers finish what they run.")
+@json_option
+def fleet_down(now: bool, as_json: bool) -> int:
     """End it. Unfinished batches wait in the store."""
     from producers.cli.fleet import down
 
     return down(now=now, as_json=as_json)
 
 
-@fleet_app.command("status")
-def fleet_status(as_json: JsonOption = False) -> int:
+@fleet.command("status")
+@json_option
+def fleet_status(as_json: bool) -> int:
     """What runs, and where its logs are. Exit code 3 when none runs."""
     from producers.cli.fleet import show
 

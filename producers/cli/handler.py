@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.command import guard
+from common.grammar import invoke
 from common.interrupts import terminated_like_interrupted
 
 
@@ -15,6 +16,6 @@ def run(argv: Sequence[str]) -> int:
 
     def call() -> Any:
         with terminated_like_interrupted():
-            return app(list(argv), prog_name="producers", standalone_mode=False)
+            return invoke(app, "producers", argv)
 
     return guard("producers", call, argv)

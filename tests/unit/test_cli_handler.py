@@ -129,7 +129,7 @@ def test_the_outcome_of_a_batch_is_the_code(status: str, failed: int, code: int)
     ("argv", "says"),
     [
         (["submit"], "missing argument"),
-        (["submit", "x", "--nonsense"], "no such option: --nonsense"),
+        (["submit", "x", "--nonsense"], "no such option '--nonsense'"),
         (["nonsense"], "nonsense"),
         (["list", "-n", "0"], "'--limit'"),
         (["status", "batch_1"], "is not a batch id"),

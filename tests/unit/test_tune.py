@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from common import plain_yaml
 from common.errors import UsageError

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from common import say
 from common.errors import UsageError
+from common.grammar import Group
 
 if TYPE_CHECKING:
     from workers.cache.commands import Stats
 
-app = typer.Typer(help="The result cache: stats, export, import, warm, clear.", no_args_is_help=True)
-
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON on stdout")]
-File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False)]
+json_option = click.option("--json", is_flag=True, help="print JSON on stdout")
+file_argument = click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
 
 _POLICIES = {"evicts": "the server pushes out what is old", "counts": "the cache counts and pushes out what is old"}
 
 
+@click.group(name="cache", cls=Group)
+def app() -> None:
+    """The result cache: stats, export, import, warm, clear."""
+
+
 @app.command()
-def stats(json: AsJson = False) -> None:
+@json_option
+def stats(json: bool) -> None:
     """Show what the cache holds, and how often it answered."""
     from workers.cache import commands
 
@@ -34,11 +39,10 @@ def stats(json: AsJson = False) -> None:
 
 
 @app.command("export")
-def export_entries(
-    file: File,
-    model: Annotated[str | None, typer.Option(help="only entries of NAME or NAME@VERSION")] = None,
-    json: AsJson = False,
-) -> None:
+@file_argument
+@click.option("--model", help="only entries of NAME or NAME@VERSION")
+@json_option
+def export_entries(file: Path, model: str | None, json: bool) -> None:
     """Write the cache's entries to FILE, which appears once it is whole."""
     from workers.cache import commands
 
@@ -52,7 +56,9 @@ def export_entries(
 
 
 @app.command("import")
-def import_entries(file: File, json: AsJson = False) -> None:
+@file_argument
+@json_option
+def import_entries(file: Path, json: bool) -> None:
     """Put the entries of an exported FILE into the cache. A damaged file changes nothing."""
     from workers.cache import commands
 
@@ -66,10 +72,9 @@ def import_entries(file: File, json: AsJson = False) -> None:
 
 
 @app.command()
-def warm(
-    batch: Annotated[str, typer.Option("--from", metavar="BATCH_ID", help="a batch that has ended")],
-    json: AsJson = False,
-) -> None:
+@click.option("--from", "batch", metavar="BATCH_ID", required=True, help="a batch that has ended")
+@json_option
+def warm(batch: str, json: bool) -> None:
     """Put the determined answers of a finished batch into the cache."""
     from workers.cache import commands
 
@@ -87,11 +92,10 @@ def warm(
 
 
 @app.command()
-def clear(
-    model: Annotated[str | None, typer.Option(help="NAME or NAME@VERSION")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="all models")] = False,
-    json: AsJson = False,
-) -> None:
+@click.option("--model", help="NAME or NAME@VERSION")
+@click.option("--all", "everything", is_flag=True, help="all models")
+@json_option
+def clear(model: str | None, everything: bool, json: bool) -> None:
     """Remove the entries of a model. Workers forget what they hold of it at once."""
     if (model is None) is not everything:
         raise UsageError("name the model to clear with --model, or say --all")

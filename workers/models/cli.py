@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from common import addresses, say
 from common import registry as registries
 from common import settings as setting_files
 from common.errors import BatchmillError, UsageError
+from common.grammar import Group
 from common.registry import Registry
 from common.settings import Settings
 from workers.models import digest as digests
@@ -17,14 +18,19 @@ from workers.models.pull import pull as pull_model
 from workers.models.source import model_folder, record_file
 from workers.models.verify import present, verify
 
-app = typer.Typer(help="Model files: pull, verify, list.", no_args_is_help=True, add_completion=False)
+model_argument = click.argument("model", metavar="[MODEL]", required=False, help="name or name@version")
+json_option = click.option("--json", is_flag=True, help="print JSON on stdout")
 
-Model = Annotated[str | None, typer.Argument(metavar="MODEL", help="name or name@version")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON on stdout")]
+
+@click.group(name="models", cls=Group)
+def app() -> None:
+    """Model files: pull, verify, list."""
 
 
 @app.command()
-def pull(model: Model = None, json: AsJson = False) -> None:
+@model_argument
+@json_option
+def pull(model: str | None, json: bool) -> None:
     """Bring a model to this machine (default: the default model). A second run downloads nothing."""
     settings, registry = setting_files.load(), registries.load()
     name = registry.resolve(model or settings.inference.default_model)
@@ -36,7 +42,9 @@ def pull(model: Model = None, json: AsJson = False) -> None:
 
 
 @app.command("verify")
-def verify_models(model: Model = None, json: AsJson = False) -> None:
+@model_argument
+@json_option
+def verify_models(model: str | None, json: bool) -> None:
     """Read every file and compare with the digest (default: all models that are on this machine)."""
     settings, registry = setting_files.load(), registries.load()
     names = [registry.resolve(model)] if model else [n for n in registry.versions if _is_here(registry, n, settings)]
@@ -55,7 +63,7 @@ def verify_models(model: Model = None, json: AsJson = False) -> None:
     if json:
         _print_json(results)
         if failed:
-            raise typer.Exit(UsageError.exit_code)
+            raise click.exceptions.Exit(UsageError.exit_code)
     elif failed:
         raise UsageError("\n".join(failed))
     elif not names:
@@ -63,7 +71,8 @@ def verify_models(model: Model = None, json: AsJson = False) -> None:
 
 
 @app.command("list")
-def list_models(json: AsJson = False) -> None:
+@json_option
+def list_models(json: bool) -> None:
     """Show the models of models.yaml and which of them are on this machine."""
     settings, registry = setting_files.load(), registries.load()
     rows: list[dict[str, Any]] = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+import click
 
 from common import registry as registries
 from common import say
@@ -12,13 +10,11 @@ from common import settings as setting_files
 from common.errors import UsageError
 
 
-def check(
-    model: Annotated[
-        str | None, typer.Option(help="Model to check for: NAME or NAME@VERSION.", show_default="the default model")
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Read the weights and compare their digest.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-) -> None:
+@click.command()
+@click.option("--model", help="Model to check for: NAME or NAME@VERSION.", show_default="the default model")
+@click.option("--full", is_flag=True, help="Read the weights and compare their digest.")
+@click.option("--json", is_flag=True, help="Print JSON on stdout.")
+def check(model: str | None, full: bool, json: bool) -> None:
     """Check whether this machine can serve a model: vLLM, model files, devices, memory. Exit code 2 on a problem."""
     from workers.engine.vllm import set_environment
     from workers.preflight.checks import check_all
@@ -33,4 +29,4 @@ def check(
         for one in found:
             say.out(f"{one.level:<8} {one.check:<8} {one.text}")
     if any(one.level == "problem" for one in found):
-        raise typer.Exit(UsageError.exit_code)
+        raise click.exceptions.Exit(UsageError.exit_code)

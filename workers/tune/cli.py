@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
+import click
 import msgspec
-import typer
 
 from common import registry as registries
 from common import say
@@ -22,27 +22,48 @@ if TYPE_CHECKING:
 _HEAD = ("max_num_seqs", "max_num_batched_tokens", "requests/s", "tokens/s", "full", "KV cache", "preempted")
 
 
+@click.command()
+@click.option(
+    "--sample",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="Requests like those to come, one JSON object a line.",
+)
+@click.option("--model", help="Model to tune: NAME or NAME@VERSION.", show_default="the default model")
+@click.option(
+    "--requests",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Use the first N requests of the sample.",
+)
+@click.option("--max-num-seqs", metavar="N,…", help="Values to try.", show_default="half, the same, twice")
+@click.option("--max-num-batched-tokens", metavar="N,…", help="Values to try.", show_default="the same, twice")
+@click.option(
+    "--chunk-requests", metavar="N,…", help="Sizes of chunks to try.", show_default="as the coordinator has them"
+)
+@click.option(
+    "--timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=1),
+    default=1800,
+    show_default=True,
+    help="Seconds a point may take, its start included.",
+)
+@click.option("--dry-run", is_flag=True, help="Measure and show; change no file.")
+@click.option("--json", is_flag=True, help="Print JSON on stdout.")
 def tune(
-    sample: Annotated[
-        Path, typer.Option(metavar="FILE", dir_okay=False, help="Requests like those to come, one JSON object a line.")
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="Model to tune: NAME or NAME@VERSION.", show_default="the default model")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Use the first N requests of the sample.")] = 256,
-    max_num_seqs: Annotated[
-        str | None, typer.Option(metavar="N,…", help="Values to try.", show_default="half, the same, twice")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        str | None, typer.Option(metavar="N,…", help="Values to try.", show_default="the same, twice")
-    ] = None,
-    chunk_requests: Annotated[
-        str | None,
-        typer.Option(metavar="N,…", help="Sizes of chunks to try.", show_default="as the coordinator has them"),
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a point may take, its start included.")] = 1800,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and show; change no file.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    sample: Path,
+    model: str | None,
+    requests: int,
+    max_num_seqs: str | None,
+    max_num_batched_tokens: str | None,
+    chunk_requests: str | None,
+    timeout: float,
+    dry_run: bool,
+    json: bool,
 ) -> None:
     """Measure which max_num_seqs and max_num_batched_tokens answer a sample fastest, and write them to models.yaml.
 
