@@ -7,16 +7,17 @@ Writers take a window at a time, so nobody ever holds more than the window at ha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from itertools import accumulate
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from common.messages import Row
-from common.plan import Window
-from common.plan_reader import PLAN_DTYPE, Records
+from common.plan import PLAN_RECORD, Window
 from producers.planner import Planner
+
+if TYPE_CHECKING:
+    from common.plan_reader import Records
 
 #: Rows encoded and written at a time, at most, and bytes of their bodies (one larger row goes alone): few system calls,
 #: and only a fraction of a window in memory twice.
@@ -71,10 +72,9 @@ class PlanWriter:
         """
         first = self.planned
         costs = records["cost"][kept].tolist()
-        shared = records["shared"]
-        if kept:
-            # What two rows have in common, all between them have.
-            shared = np.minimum.reduceat(shared[: kept[-1] + 1], np.append(0, np.array(kept[:-1], np.int64) + 1))
+        given = records["shared"].tolist()
+        # What two rows have in common, all between them have.
+        shared = [min(given[start : n + 1]) for start, n in zip([0, *(n + 1 for n in kept[:-1])], kept, strict=False)]
         for at, stop in _parts([len(row.body) for row in rows]):
             part = rows[at:stop]
             self._write(
@@ -85,18 +85,12 @@ class PlanWriter:
             )
         self._close_window(first, start, end)
 
-    def _write(self, encoded: list[bytes], indexes: list[int], costs: list[int], shared: npt.ArrayLike) -> None:
-        records = np.zeros(len(encoded), PLAN_DTYPE)
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        ends = np.cumsum(lengths)
-        records["offset"] = ends - lengths + self._offset
-        records["length"] = lengths
-        records["index"] = indexes
-        records["cost"] = costs
-        records["shared"] = shared
+    def _write(self, encoded: list[bytes], indexes: list[int], costs: list[int], shared: list[int]) -> None:
+        lengths = list(map(len, encoded))
+        *offsets, end = accumulate(lengths, initial=self._offset)
         self._rows.write(b"".join(encoded))
-        self._plan.write(records.tobytes())
-        self._offset += int(ends[-1])
+        self._plan.write(b"".join(map(PLAN_RECORD.pack, offsets, lengths, indexes, costs, shared)))
+        self._offset = end
         self.planned += len(encoded)
         self.cost += sum(costs)
 

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import msgspec
-import numpy as np
 
 #: Bytes of a custom id, as JSON.
 MAX_CUSTOM_ID = 1024
@@ -74,6 +73,9 @@ def check_utf8(line: bytes) -> None:
 
 def depth(line: bytes) -> int:
     """How deep objects and arrays stand inside one another, in a line that is JSON."""
+    # Here, as such lines are rare.
+    import numpy as np
+
     marks = np.frombuffer(_STRING.sub(b"", line), np.uint8)
     opened = ((marks == ord("{")) | (marks == ord("["))).astype(np.int64)
     closed = (marks == ord("}")) | (marks == ord("]"))

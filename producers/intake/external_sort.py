@@ -5,14 +5,12 @@ Only one run and a sample of every run's keys (8 bytes for every `_STRIDE` recor
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import Unreachable
+from producers.intake.temporary import spooled, write
 
 Records = npt.NDArray[np.void]
 
@@ -20,8 +18,6 @@ Records = npt.NDArray[np.void]
 _RUN = 16_384
 #: Every how many records of a run a key is remembered; a piece cannot be smaller than this times the number of runs.
 _STRIDE = 64
-#: Bytes that are kept in memory before a temporary file is made at all.
-SPOOL_BYTES = 1 << 20
 
 
 class ExternalSort:
@@ -101,16 +97,3 @@ class ExternalSort:
     def close(self) -> None:
         """Let the temporary file go."""
         self._file.close()
-
-
-def spooled(folder: str | None) -> BinaryIO:
-    """A nameless temporary file that starts to exist once it is large."""
-    return cast(BinaryIO, tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=folder))
-
-
-def write(file: BinaryIO, data: bytes) -> None:
-    """Write to a temporary file; `Unreachable` when its disk is full."""
-    try:
-        file.write(data)
-    except OSError as exc:
-        raise Unreachable(f"temporary files: {exc.strerror}; free some space or set TMPDIR to another disk") from None

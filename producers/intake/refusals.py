@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import InvalidInput
-from producers.intake.external_sort import spooled, write
+from producers.intake.temporary import spooled, write
 
 #: Errors that a report shows; the report file has them all.
 SHOWN = 100

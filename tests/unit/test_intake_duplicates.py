@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import Unreachable
-from producers.intake import duplicates as module
-from producers.intake import external_sort
+from producers.intake import across_windows as module
+from producers.intake import external_sort, temporary
 from producers.intake.duplicates import Duplicates
 from producers.intake.external_sort import ExternalSort
 
@@ -26,7 +26,7 @@ def test_everything_comes_out_sorted_and_no_key_is_split(runs: list[list[int]], 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(external_sort, "_STRIDE", 4)
         patch.setattr(external_sort, "_RUN", 20)
-        patch.setattr(external_sort, "SPOOL_BYTES", 256)
+        patch.setattr(temporary, "SPOOL_BYTES", 256)
         sort = ExternalSort(RECORD, "key", piece=piece)
         everything: list[Any] = []
         for run in runs:
@@ -133,5 +133,6 @@ def test_a_full_temporary_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(module, "spooled", lambda folder: Full())
     table = Duplicates()
+    table.add_window([(0, 1, b'"a"')], [])
     with pytest.raises(Unreachable, match="temporary files: No space left on device; free some space or set TMPDIR"):
-        table.add_window([(0, 1, b'"a"')], [])
+        table.add_window([(1, 2, b'"b"')], [])

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from producers import planner as planner_module
 from producers.analyze.kv_cache import KvCache
 from producers.planner import BLOCK, EXACT_BYTES, MAX_COST, STEP_BYTES, Order, Planner, prefix_key, token_cost
 
@@ -40,7 +42,27 @@ def test_the_order_is_a_permutation_and_the_same_every_time(windows: list[list[t
         found = planned(one, keys, answers)
         assert sorted(found.places) == list(range(len(keys)))
         again = planned(other, keys, answers)
-        assert (found.places, found.shared.tolist()) == (again.places, again.shared.tolist())
+        assert found == again
+
+
+@given(prompts, st.booleans(), st.data())
+@example([b"a" * (n // 40) + b"%d" % (n * n) for n in range(400)], False, None)
+@example([b"%d" % (n * n) for n in range(400)], True, None)
+def test_a_window_of_few_rows_is_planned_as_one_of_many(
+    keys: list[bytes], backwards: bool, data: st.DataObject | None
+) -> None:
+    """The two walks are one, written twice."""
+    drawn = st.lists(outputs, min_size=len(keys), max_size=len(keys))
+    answers = data.draw(drawn) if data is not None else [1 + n * n % 1000 for n in range(len(keys))]
+    found = []
+    for few in (0, 1 << 20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planner_module, "FEW_ROWS", few)
+            planner = Planner(1)
+            if backwards:
+                planner.order([b"x"], [b"x"], [2], [1])
+            found.append(planned(planner, keys, answers))
+    assert found[0] == found[1]
 
 
 @given(st.lists(st.tuples(st.text("ab", max_size=12).map(str.encode), outputs), max_size=120), st.booleans())
@@ -56,12 +78,12 @@ def test_rows_that_share_any_prefix_stand_together(rows: list[tuple[bytes, int]]
         assert places == list(range(places[0], places[0] + len(places)))
     # Of a prompt that is the same, all of it counts, in whole tokens.
     shared = [4 * token_cost(len(a), 0) if a == b and a else in_common(a, b) for a, b in itertools.pairwise(walked)]
-    assert found.shared[1:].tolist() == [n - min(shared) for n in shared]
+    assert found.shared[1:] == [n - min(shared) for n in shared]
 
 
 @given(st.lists(st.binary(min_size=8, max_size=8), max_size=120, unique=True), st.data())
 def test_reading_and_writing_alternate(keys: list[bytes], data: st.DataObject) -> None:
-    """The bound that `planner._alternate` states, on rows that share nothing."""
+    """The bound that `large_walk._alternate` states, on rows that share nothing."""
     sizes = data.draw(st.lists(st.integers(1, 2000), min_size=len(keys), max_size=len(keys)))
     answers = data.draw(st.lists(outputs, min_size=len(keys), max_size=len(keys)))
     keys = [key + b"." * size for key, size in zip(keys, sizes, strict=True)]
