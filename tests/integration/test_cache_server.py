@@ -109,10 +109,16 @@ def test_a_server_of_its_own_gets_the_capacity_and_keeps_to_it(
             wait_until(lambda: not cache._pending, 30, "written")
     cache.close()
     with cache_server.client(0) as client:
-        memory: Any = client.info("memory")
-        assert int(memory["used_memory"]) <= 1.2 * int(memory["maxmemory"])
+
+        def keeps_to_it() -> bool:
+            memory: Any = client.info("memory")
+            return bool(int(memory["used_memory"]) <= 1.2 * int(memory["maxmemory"]))
+
+        # What it has read for a client counts until it is taken in, and evicting is done a little at a time.
+        wait_until(keeps_to_it, 30, lambda: f"within its capacity: {client.info('memory')}")
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
-        assert client.exists(b"bm:cache:" + key(1999))
+        # Its clock of uses ticks once a second, so of those written in the last one any may be gone.
+        assert client.exists(*(b"bm:cache:" + key(number) for number in range(1500, 2000)))
     facts = CacheServer(make(capacity_gb=0.02), 5).configure()
     assert facts.evicted > 0
     assert facts.capacity == int(0.02 * (1 << 30))
