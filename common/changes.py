@@ -8,8 +8,11 @@ from collections.abc import Callable
 
 from common.store import LocalStore, Store
 
-#: Seconds between two glances at a local disk; one is a `stat` of some microseconds.
+#: Seconds between two glances at a local disk, at most; one is a `stat` of some microseconds.
 GLANCE_S = 0.04
+#: The same as a share of the time since a `Changes` was made, and seconds at least: short waits are not made long.
+_SHARE = 0.1
+_LEAST_S = 0.002
 
 
 class Changes:
@@ -18,6 +21,7 @@ class Changes:
     def __init__(self, store: Store, *paths: str) -> None:
         self._paths = [store.path_text(path) for path in paths] if isinstance(store, LocalStore) else []
         self._seen = self._stamps()
+        self._began = time.monotonic()
 
     def noticed(self) -> bool:
         """True when something changed since this was last asked; never, where only a look can tell."""
@@ -36,8 +40,10 @@ class Changes:
             return False
         deadline = time.monotonic() + seconds
         while not self.noticed():
-            left = deadline - time.monotonic()
-            if left <= 0 or enough(min(GLANCE_S, left)):
+            now = time.monotonic()
+            left = deadline - now
+            glance = min(GLANCE_S, max(_LEAST_S, _SHARE * (now - self._began)))
+            if left <= 0 or enough(min(glance, left)):
                 # What comes about while somebody ends the wait is noticed at the next one.
                 return False
         return True

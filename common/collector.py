@@ -13,8 +13,20 @@ import gc
 _THRESHOLDS = (20_000, 20, 50)
 
 
-def settle() -> None:
-    """Call it once a process has started: what it holds by now is taken to stay."""
-    gc.collect()
-    gc.freeze()
+def seldom() -> None:
+    """Call it first of all: a process that starts makes little but what stays."""
     gc.set_threshold(*_THRESHOLDS)
+
+
+def keep() -> None:
+    """What there is by now is taken to stay, and looked at no more: at the start of a long stream, and at the end of a
+    process, whose last look would be at all of it.
+    """
+    gc.freeze()
+
+
+def settle() -> None:
+    """Both, once a process has started that is to stay for long: what is garbage by then goes first."""
+    gc.collect()
+    keep()
+    seldom()

@@ -20,7 +20,7 @@ PATIENCE_S = 0.5
 @contextlib.contextmanager
 def reading(source: str) -> Iterator[Progress | None]:
     """Yields what intake reports to, or None where nobody would see it."""
-    collector.settle()
+    collector.keep()
     if not sys.stderr.isatty():
         yield None
         return

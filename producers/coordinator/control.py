@@ -106,9 +106,10 @@ class Control:
             else:
                 for name in ("store_unreachable", "disk_full"):
                     core.trouble(name, "control", False)
+            looked = time.monotonic()
             self._news |= self._changes.wait(0.05 if self._cuts.draining else self._period, core.control.wait)
             # Under load there is always a reason to look; not every result is one.
-            core.stop.wait(_PAUSE_S)
+            core.stop.wait(max(0.0, looked + _PAUSE_S - time.monotonic()))
 
     def tick(self) -> None:
         """One look."""
