@@ -6,14 +6,16 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 import pytest
+from kombu.message import Message
 
 from common.broker import Publisher, codecs
 from common.ids import new_chunk_id
@@ -23,7 +25,9 @@ from common.settings import Settings
 from common.store import LocalStore, Store, open_store
 from producers.batch import Command, Heartbeat, folder
 from producers.coordinator import control, live_view, segments
+from producers.coordinator.aggregator import Aggregator
 from producers.coordinator.finalizer import LARGE
+from producers.coordinator.ledger import Ledger
 from producers.coordinator.records import Evidence, Type, decode
 from producers.coordinator.segments import Record
 from tests.support.brokers import Broker, RabbitBroker
@@ -201,6 +205,47 @@ def test_results_that_come_twice_count_once(calm: Settings, store: Store) -> Non
         wait_until(lambda: running.core.book.batches == {}, 10, "both are let go")
     assert status.request_counts.completed == 300
     assert status.usage.prompt_tokens == 7 * 300
+    check_outputs(store, batch)
+
+
+def test_no_result_is_acknowledged_before_its_record_is_on_the_disk(
+    calm: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What a process wrote outlives its kill -9, not a power cut: only the order of the calls can show this.
+    disk = threading.Lock()
+    looks: list[float] = []
+    acked: list[Message] = []
+    sync, look, ack = Ledger.sync, Aggregator._acknowledge, Message.ack
+
+    def slow_sync(ledger: Ledger) -> int:
+        with disk:
+            return sync(ledger)
+
+    def counted_look(aggregator: Aggregator) -> None:
+        look(aggregator)
+        looks.append(time.monotonic())
+
+    def told_ack(message: Message, *args: Any, **named: Any) -> None:
+        if message.delivery_info["routing_key"] == "results.0":
+            acked.append(message)
+        ack(message, *args, **named)
+
+    monkeypatch.setattr(Ledger, "sync", slow_sync)
+    monkeypatch.setattr(Aggregator, "_acknowledge", counted_look)
+    monkeypatch.setattr(Message, "ack", told_ack)
+    batch = make_batch(store, 50)
+    with coordinating(calm, store) as running, FakeWorker(calm) as worker:
+        worker.gate.clear()
+        assert worker.holding.wait(PATIENCE_S)
+        with disk:
+            worker.gate.set()
+            progress = running.core.book.batches[batch.id]
+            wait_until(lambda: progress.complete, 30, "all results are taken in", 0.01)
+            seen = len(looks)
+            wait_until(lambda: len(looks) > seen + 5, 30, "the aggregator has looked again", 0.01)
+            assert acked == []
+        wait_status(store, batch, "completed")
+        wait_until(lambda: len(acked) == 1, 30, "it is acknowledged")
     check_outputs(store, batch)
 
 
