@@ -143,6 +143,8 @@ class Ledger:
                     say("ledger_damage", segment=path.name, offset=item.offset, bytes=item.length, torn=item.torn)
                     yield item
             if seal is None:
+                # Its writer may have been killed before it synced; from here on others go by what was read.
+                _make_durable(fd, self.folder)
                 # What the scan made of it is what counts from now on, whatever its old writer still appends.
                 seal = segments.write_seal(path, segments.seal_of(end, self._epoch), sync_folder)
             segment.length = seal.length
@@ -202,11 +204,8 @@ class Ledger:
             dirty, self._dirty = self._dirty, set()
             retired, self._retired = self._retired, []
             written = self._written
-        try:
-            for fd in dirty:
-                os.fdatasync(fd)
-        except OSError as exc:
-            raise LedgerFailed(f"{self.folder}: {exc.strerror}") from None
+        for fd in dirty:
+            _make_durable(fd, self.folder)
         for fd in retired:
             os.close(fd)
         return written
@@ -369,6 +368,13 @@ class Reader:
             seed = segments.read_seed(os.pread(fd, segments.HEADER, 0))
             found = self._open[ordinal] = (fd, seed if seed is not None else b"")
         return found
+
+
+def _make_durable(fd: int, folder: Path) -> None:
+    try:
+        os.fdatasync(fd)
+    except OSError as exc:
+        raise LedgerFailed(f"{folder}: {exc.strerror}") from None
 
 
 def _full_or(exc: OSError) -> Exception:
