@@ -39,6 +39,8 @@ def guard(name: str, call: Callable[[], Any], argv: Sequence[str] = ()) -> int:
         if isinstance(exc, OSError) and exc.errno in _REFUSALS:
             where = "this machine" if exc.filename is None else os.fsdecode(exc.filename)
             return _tell(name, f"{where}: {exc.strerror}; put that right and run it again", exits.UNREACHABLE)
+        if isinstance(exc, FileNotFoundError) and _nowhere():
+            return _tell(name, "the working folder has gone; change into one that is there", exits.INVALID)
         usage = getattr(exc, "format_message", None)
         if usage is not None:  # the parser's own errors: an unknown option, a missing argument, no command at all
             said = _sentence(usage())
@@ -72,6 +74,14 @@ def _tell(name: str, message: str, code: int) -> int:
         traceback.print_exc(file=sys.stderr)
     say.err(f"{name}: error: {' '.join(message.split())}")
     return code
+
+
+def _nowhere() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _sentence(text: str) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.errors import UsageError
 from common.settings import Settings
 
 
@@ -13,9 +14,21 @@ def home(env: Mapping[str, str] = os.environ) -> Path:
     """`$BATCHMILL_HOME`, else `$XDG_DATA_HOME/batchmill`, else `~/.local/share/batchmill`. Not created here."""
     named = env.get("BATCHMILL_HOME")
     if named:
-        return Path(named).expanduser().absolute()
+        return expanded(named).absolute()
     data = env.get("XDG_DATA_HOME")
-    return (Path(data) if data else Path("~/.local/share").expanduser()).absolute() / "batchmill"
+    try:
+        return (Path(data) if data else Path("~/.local/share").expanduser()).absolute() / "batchmill"
+    except RuntimeError:
+        # A container's user without an entry in its passwd.
+        raise UsageError("no home folder is known for this user; set BATCHMILL_HOME") from None
+
+
+def expanded(text: str) -> Path:
+    """A path as a person writes it; `UsageError` where its `~` stands for a home folder that is not known."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{text}: no such home folder is known; write the path in full") from None
 
 
 def store_url(settings: Settings, env: Mapping[str, str] = os.environ) -> str:
@@ -26,7 +39,7 @@ def store_url(settings: Settings, env: Mapping[str, str] = os.environ) -> str:
 def models_dir(settings: Settings, env: Mapping[str, str] = os.environ) -> Path:
     """Where pulled models are kept: `inference.models_dir`, else `models/` in the home folder."""
     named = settings.inference.models_dir
-    return Path(named).expanduser().absolute() if named else home(env) / "models"
+    return expanded(named).absolute() if named else home(env) / "models"
 
 
 def fleet_dir(env: Mapping[str, str] = os.environ) -> Path:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self, cast
 
 from common.errors import StoreFull, Unreachable, UsageError
+from common.places import expanded
 
 #: Called when files are written and have no name yet; what it raises leaves none of them behind.
 Fence = Callable[[], None]
@@ -117,7 +118,7 @@ def open_store(url: str, *, make: bool = True) -> Store:
     A folder that is not there is made, unless `make` is False: then reading finds nothing in it.
     """
     if "://" not in url or url.startswith("file://"):
-        return LocalStore(Path(url.removeprefix("file://")).expanduser(), make=make)
+        return LocalStore(expanded(url.removeprefix("file://")), make=make)
     from common.object_store import ObjectStore
 
     return ObjectStore(url)

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from common.determined import canonical, determined, read
 from common.engine_arguments import argument
 from common.errors import InvalidInput, UsageError
-from common.places import models_dir
+from common.places import expanded, models_dir
 from common.registry import ModelVersion, Registry
 from common.settings import Settings
 from producers.analyze.context import context_of, room
@@ -246,7 +246,7 @@ def _model_folder(model: str, entry: ModelVersion, settings: Settings) -> Path |
     """Where the model's files lie on this machine; None when they are not here."""
     name, _, version = model.partition("@")
     named = settings.inference.model_path or entry.source.removeprefix("file://")
-    for folder in (Path(named).expanduser(), models_dir(settings) / name / version):
+    for folder in (expanded(named), models_dir(settings) / name / version):
         if (folder / "config.json").is_file():
             return folder
     return None

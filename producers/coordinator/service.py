@@ -19,7 +19,7 @@ from common.broker import Publisher, codecs
 from common.errors import StoreFull, Unreachable, UsageError
 from common.live import LiveState
 from common.logs import get, why
-from common.places import store_url
+from common.places import expanded, store_url
 from common.registry import Registry
 from common.settings import Settings
 from common.store import LocalStore, Store, open_store
@@ -66,7 +66,7 @@ def run(settings: Settings, shard: int = 0) -> None:
 def ledger_folder(settings: Settings, store: Store, shard: int) -> Path:
     """Where the shard's ledger lies; `UsageError` when the store is not a local folder and no `wal_dir` is set."""
     if settings.store.wal_dir:
-        root = Path(settings.store.wal_dir).expanduser()
+        root = expanded(settings.store.wal_dir)
     elif isinstance(store, LocalStore):
         root = store.root
     else:

@@ -324,7 +324,7 @@ def _complete(settings: Settings, where: Layout, env: Mapping[str, str]) -> Sett
     """
 
     def absolute(path: str | None) -> str | None:
-        return str(Path(path).expanduser().absolute()) if path and "://" not in path else path
+        return str(places.expanded(path).absolute()) if path and "://" not in path else path
 
     replace: Any = msgspec.structs.replace
     cache = settings.cache

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from common import addresses
 from common.errors import BatchmillError, InvalidInput, Unreachable, UsageError
+from common.places import expanded
 from producers.batch import Input
 
 #: Bytes read at a time.
@@ -265,7 +266,7 @@ def open_source(source: str) -> Source:
             raise UsageError(f"standard input: {_plain_reason(exc)}") from None
     if "://" in source and not source.startswith("file://"):
         return _RemoteFile(source)
-    path = Path(source.removeprefix("file://")).expanduser()
+    path = expanded(source.removeprefix("file://"))
     try:
         return _LocalFile(path)
     except OSError as exc:

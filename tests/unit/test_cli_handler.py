@@ -108,6 +108,41 @@ def test_a_home_that_cannot_be_entered_is_three_and_one_line(
     assert os.strerror(errno.ENAMETOOLONG) in line
 
 
+def test_a_user_without_a_home_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def nobody(_uid: int) -> None:
+        raise KeyError("a container's user")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("HOME", "XDG_DATA_HOME", "BATCHMILL_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(["list"]) == exits.INVALID
+    assert capsys.readouterr().err == ("producers: error: no home folder is known for this user; set BATCHMILL_HOME\n")
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"custom_id": "a", "body": {"prompt": "x"}}\n')
+    for name in ("BATCHMILL_HOME", "BATCHMILL_STORE_URL", "BATCHMILL_INFERENCE_MODELS_DIR"):
+        with monkeypatch.context() as patch:
+            patch.setenv("BATCHMILL_HOME", str(tmp_path / "home"))
+            patch.setenv("BATCHMILL_MODELS", str(ROOT / "config" / "models.yaml"))
+            patch.setenv(name, "~nobody-of-this-name/x")
+            assert run(["analyze", str(file)] if name.endswith("DIR") else ["list"]) == exits.INVALID
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith("producers: error: ~nobody-of-this-name/x: no such home folder is known")
+
+
+def test_a_working_folder_that_has_gone_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setenv("BATCHMILL_HOME", "relative")
+    assert run(["list"]) == exits.INVALID
+    assert capsys.readouterr().err == ("producers: error: the working folder has gone; change into one that is there\n")
+
+
 def test_other_ends_have_their_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert _fail(KeyboardInterrupt()) == 130
     assert _fail(say.PipeClosed()) == 141

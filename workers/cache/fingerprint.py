@@ -77,6 +77,6 @@ def _content(value: Any) -> Any:
             return [value, combine(digest_files(path))]
         if path.is_file():
             return [value, blake3(path.read_bytes()).hexdigest()]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):
         pass
     return value

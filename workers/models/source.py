@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UsageError
-from common.places import models_dir
+from common.places import expanded, models_dir
 from common.registry import ModelVersion
 from common.settings import Settings
 
@@ -73,7 +73,7 @@ def parse(text: str, model_version: str) -> Source:
         raise UsageError(f"model {model_version}: source is empty; it must be {_FORMS}")
     if ":" in text.partition("/")[0]:
         raise UsageError(f"model {model_version}: source '{text}' is not understood; it must be {_FORMS}")
-    return Folder(Path(text).expanduser().absolute())
+    return Folder(expanded(text).absolute())
 
 
 def model_folder(model_version: str, entry: ModelVersion, settings: Settings) -> Path:
@@ -83,7 +83,7 @@ def model_folder(model_version: str, entry: ModelVersion, settings: Settings) ->
     `<models_dir>/<name>/<version>`.
     """
     if settings.inference.model_path:
-        return Path(settings.inference.model_path).expanduser().absolute()
+        return expanded(settings.inference.model_path).absolute()
     source = parse(entry.source, model_version)
     if isinstance(source, Folder):
         return source.path
