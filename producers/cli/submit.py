@@ -52,8 +52,10 @@ def submit(wish: Wish) -> int:
     registry = surroundings.load_registry(settings)
     options = options_of(wish)
     options.check()
-    # Before anything is enqueued: answers that took hours must have a place to go.
-    check_folder(wish.output or default_folder("batch"))
+    # Before anything is enqueued: answers that took hours must have a place to go. Who detaches without naming one has
+    # not chosen it yet.
+    if wish.output is not None or not wish.detach:
+        check_folder(wish.output or default_folder("batch"))
     store = surroundings.store_of(settings)
     check_fleet(settings, store, lambda: registry, say.err)
     batch = take_in(wish, options, store, settings, registry)

@@ -179,7 +179,10 @@ def test_an_output_folder_that_goes_bad_later_loses_nothing(fleet: Shell) -> Non
 
 def test_detached_and_without_a_coordinator(shell: Shell) -> None:
     path = shell.write("in.jsonl", [chat("a", "x")])
+    # Where its outputs could not go is no matter to who has not asked for them yet: a container's command, say.
+    (shell.folder / "batchmill-out").touch()
     done = shell.run("submit", str(path), "--detach")
+    (shell.folder / "batchmill-out").unlink()
     batch_id = done.out.strip()
     assert "no coordinator" in done.err
     assert f"producers watch {batch_id}" in done.err

@@ -6,6 +6,7 @@ environment and secrets; only paths and host names are put elsewhere, and the en
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import pytest
 from tests.support.brokers import rabbit_server
 from tests.support.compose import ROOT, compose, environment, interpolate, stages
 from tests.support.ports import free_port, wait_until
-from tests.support.processes import Process, Processes
+from tests.support.processes import MARK, Process, Processes
 
 #: What a container finds on its PATH, and what does the same here.
 COMMANDS = {
@@ -46,6 +47,7 @@ class Bare:
         self.ports = {"rabbitmq:5672": free_port(), "redis-state:6379": free_port(), "redis-cache:6379": free_port()}
         self.flower_port = free_port()
         self.extra: dict[str, str] = {}
+        self.last_id = ""
         self.bin = folder / "bin"
         self.bin.mkdir()
         for name, command in COMMANDS.items():
@@ -117,6 +119,28 @@ class Bare:
             command = [*self.services[name]["entrypoint"], *instead]
         return self.processes.start(name, command, self.env(name))
 
+    def typed(self, line: str, folder: Path) -> None:
+        """What a reader types after `docker compose run producers`; `ID` is the batch that was named last.
+
+        Redirections, and what is put in the container's /tmp, end in `folder`.
+        """
+        words = [self.last_id if word == "ID" else word for word in shlex.split(line.replace("/tmp/", f"{folder}/"))]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        with contextlib.ExitStack() as stack:
+            while len(words) > 1 and words[-2] in "<>":
+                *words, sign, name = words
+                stream, mode = ("stdin", "rb") if sign == "<" else ("stdout", "wb")
+                streams[stream] = stack.enter_context(open(folder / name, mode))
+            argv = [self.local("producers", w) for w in self.services["producers"]["entrypoint"]] + words
+            env = {**os.environ, **self.env("producers"), "PYTHONPATH": str(ROOT), MARK: self.processes.mark}
+            # The image's own folder: its user may not write there either.
+            done = subprocess.run(
+                argv, cwd="/proc", env=env, stderr=subprocess.PIPE, timeout=120, check=False, **streams
+            )
+        assert done.returncode == 0, done.stderr.decode()
+        named = re.search(rb"batch_[0-9a-z]{26}", done.stdout or b"")
+        self.last_id = named[0].decode() if named is not None else self.last_id
+
     def healthy(self, name: str) -> bool:
         """Run the service's health check once."""
         kind, *test = self.services[name]["healthcheck"]["test"]
@@ -141,6 +165,17 @@ class Bare:
             return self.healthy(name)
 
         wait_until(healthy, 60, f"{name} is healthy", every=0.3)
+
+
+def run_lines() -> list[str]:
+    """What README.md has people run beside the fleet, from the service's name on."""
+    lines = [line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if " run --rm" in line]
+    found = [
+        re.fullmatch(r"docker compose -f docker-compose\.gpu\.yml run --rm -T producers (.*?)( +#.*)?", x)
+        for x in lines
+    ]
+    assert len(found) == 3
+    return [match[1] for match in found if match is not None]
 
 
 @pytest.fixture
@@ -178,11 +213,15 @@ def test_the_whole_fleet_runs_by_the_commands_of_the_compose_file(bare: Bare, tm
         for node in ("smollm2-135m.1.gpu0@", "smollm2-135m.1.gpu1@"):
             assert node in text
 
-        file, out = tmp_path / "in.jsonl", tmp_path / "out"
+        file, out = tmp_path / "file.jsonl", tmp_path / "out"
         file.write_text("".join(f'{{"custom_id": "r{n}", "body": {{"prompt": "x {n}"}}}}\n' for n in range(50)))
         submit = bare.start("producers", "submit", str(file), "--output", str(out))
         assert submit.wait(90) == 0, submit.text
         assert len((out / "output.jsonl").read_text().splitlines()) == 50
+        for line in run_lines():
+            bare.typed(line, tmp_path)
+        answers = (tmp_path / "answers.jsonl").read_text().splitlines()
+        assert [json.loads(line)["custom_id"] for line in answers] == [f"r{n}" for n in range(50)]
         listed = bare.start("producers")
         assert listed.wait(30) == 0
         assert "completed" in listed.text
