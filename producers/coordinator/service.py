@@ -2,7 +2,7 @@
 
 Threads: results (consume, log, acknowledge), commits (fsync), dispatch (read, publish), live (leases, losses),
 finalizer and finalizer-large (assembly), copies (of the ledger into an object store), heartbeat, dead (letters), intake
-(`batchmill.submit`), and control, which is the calling one.
+(`batchmill.submit`), watch (for new batches), and control, which is the calling one.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class Service:
             core.spawn("finalizer-large", finalizer.run_large),
             core.spawn("intake", submissions.run),
             core.spawn("dead", DeadLetters(core, settings).run),
+            core.spawn("watch", control.watch),
         ]
         if copies is not None:
             threads.append(core.spawn("copies", copies.run))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from common.changes import Changes
+from common.inotify import NewNames
 from common.store import LocalStore, open_store
+from tests.support.ports import wait_until
 
 
 def test_a_wait_on_a_local_disk_ends_with_a_change(tmp_path: Path) -> None:
@@ -44,3 +50,28 @@ def test_another_store_is_never_glanced_at() -> None:
     assert not Changes(open_store("memory://changes"), "file").wait(50.0, waits.append)
     assert waits == [50.0]
     assert time.monotonic() - started < 50.0
+
+
+def test_new_names_in_a_folder_are_told_of(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    with pytest.raises(OSError, match="inotify_add_watch"):
+        NewNames(str(folder))
+    folder.mkdir()
+    store = LocalStore(tmp_path)
+    with NewNames(str(folder)) as names:
+        assert not names.wait(0)
+        (folder / ".tmp-being-written").touch()
+        assert not names.wait(0)
+        timer = threading.Timer(0.05, store.create_exclusive, ("folder/new", b""))
+        timer.start()
+        wait_until(lambda: names.wait(1), 60, "the new name")
+        timer.join()
+        assert not names.wait(0)
+        # More than one read, and more than the kernel remembers.
+        for n in range(20_000):
+            os.symlink("nowhere", folder / f"{n:0200}")
+        assert names.wait(60)
+        assert not names.wait(0)
+        shutil.rmtree(folder)
+        with pytest.raises(OSError, match="the folder is gone"):
+            names.wait(60)
