@@ -11,7 +11,7 @@ import sys
 import time
 
 from tests.e2e.conftest import Shell, chat, on_one_broker
-from tests.support.processes import MARK, ROOT
+from tests.support.processes import ROOT
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
@@ -23,7 +23,7 @@ class Terminal:
         base = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")}
         base |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
         # So that nothing of it is left behind by a test that fails.
-        base[MARK] = shell.processes.mark
+        base |= shell.processes.marks
         master, slave = pty.openpty()
         self.master = master
         self.shown = ""

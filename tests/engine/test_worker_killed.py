@@ -25,7 +25,7 @@ def test_worker_killed_leaves_no_process(
         env["BATCHMILL_INFERENCE_MODELS_DIR"] = folder
     victim = processes.python("victim", "-m", "tests.engine.victim", env=env)
     victim.wait_line("^busy$", 250)
-    # vLLM writes its titles over the environment of its processes, so `processes.survivors` does not see them.
+    # By their parents, lest a title that is written over the environment hides them from `processes.survivors`.
     family = victim.children()
     assert len([p for p in family if p.name().startswith("VLLM")]) >= 2
     victim.kill()

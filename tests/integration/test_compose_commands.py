@@ -22,7 +22,7 @@ import pytest
 from tests.support.brokers import rabbit_server
 from tests.support.compose import ROOT, compose, environment, interpolate, stages
 from tests.support.ports import free_port, wait_until
-from tests.support.processes import MARK, Process, Processes
+from tests.support.processes import Process, Processes
 
 #: What a container finds on its PATH, and what does the same here.
 COMMANDS = {
@@ -132,7 +132,7 @@ class Bare:
                 stream, mode = ("stdin", "rb") if sign == "<" else ("stdout", "wb")
                 streams[stream] = stack.enter_context(open(folder / name, mode))
             argv = [self.local("producers", w) for w in self.services["producers"]["entrypoint"]] + words
-            env = {**os.environ, **self.env("producers"), "PYTHONPATH": str(ROOT), MARK: self.processes.mark}
+            env = {**os.environ, **self.env("producers"), "PYTHONPATH": str(ROOT)} | self.processes.marks
             # The image's own folder: its user may not write there either.
             done = subprocess.run(
                 argv, cwd="/proc", env=env, stderr=subprocess.PIPE, timeout=120, check=False, **streams

@@ -29,7 +29,7 @@ from producers.embedded.layout import layout
 from producers.embedded.lock import is_held
 from tests.conftest import ECHO_MODEL, make_fleet_env
 from tests.support.ports import wait_until
-from tests.support.processes import MARK, Process, Processes
+from tests.support.processes import Process, Processes
 
 #: Stands in every prompt of these tests and must stand in no log.
 SECRET = "zanzibar"
@@ -53,7 +53,7 @@ class Home:
 
     def ensure(self, model: str | None = ECHO_MODEL, linger_s: float | None = None) -> Fleet:
         # By the mark, what the fleet starts is found and ended with this test.
-        env = {**os.environ, **self.env, MARK: self.processes.mark}
+        env = {**os.environ, **self.env} | self.processes.marks
         return embedded.ensure(self.settings, self.registry, model, linger_s=linger_s, env=env)
 
     def status(self) -> Record:

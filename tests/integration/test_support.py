@@ -81,6 +81,17 @@ def test_processes_leave_nothing_behind(processes: Processes) -> None:
     assert not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids)
 
 
+def test_a_process_that_shows_a_title_is_found(processes: Processes) -> None:
+    # As a worker does it; without this, whoever looks for what is left would see no worker and no engine.
+    code = (
+        "import time; from celery import platforms; platforms.set_process_title('workers ' + 'x' * 100); "
+        "print('titled', flush=True); time.sleep(600)"
+    )
+    process = processes.python("titled", "-c", code)
+    process.wait_line("titled", 20)
+    assert [p.pid for p in processes.survivors()] == [process.pid]
+
+
 def test_wait_line_fails_with_the_last_lines_when_the_process_ends(processes: Processes) -> None:
     process = processes.python("short", "-c", "print('only this')")
     with pytest.raises(AssertionError, match=r"(?s)it ended.*only this"):

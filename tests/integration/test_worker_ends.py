@@ -142,6 +142,8 @@ def test_workers_die_with_their_supervisor(start_worker: StartWorker, processes:
     supervisor = start_worker(supervised=True)
     [worker] = supervisor.children()
     assert psutil.Process(worker.pid).is_running()
+    # One that hangs cannot look for its supervisor by itself: the kernel ends it.
+    psutil.Process(worker.pid).suspend()
     supervisor.kill()
     processes.wait_gone(10)
 

@@ -139,6 +139,14 @@ class Processes:
         self.mark = secrets.token_hex(8)
         self.started: list[Process] = []
 
+    @property
+    def marks(self) -> dict[str, str]:
+        """The environment by which `survivors` finds a process.
+
+        Celery and vLLM show titles by setproctitle, which would write them over the environment, mark and all.
+        """
+        return {MARK: self.mark, "SPT_NOENV": "1"}
+
     def start(
         self,
         name: str,
@@ -148,7 +156,7 @@ class Processes:
     ) -> Process:
         """Start a command. `env` is added to this process's environment without its `BATCHMILL_…` variables."""
         base = {k: v for k, v in os.environ.items() if not k.startswith("BATCHMILL_")}
-        base |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), MARK: self.mark}
+        base |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | self.marks
         log = self.folder / f"{len(self.started):02}-{name}.log"
         process = Process(name, argv, base | dict(env or {}), cwd or self.folder, log)
         self.started.append(process)
