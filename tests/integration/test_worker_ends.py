@@ -196,7 +196,7 @@ def test_a_stuck_engine_is_given_up(redis_broker: RedisBroker, processes: Proces
     env = make_fleet_env(processes.folder, redis_broker.url, redis_broker.state_url)
     script = (
         "import time\nfrom workers import node\nfrom workers.engine import echo\nnode.STUCK_S = 3\n"
-        "async def infer(self, url, body): time.sleep(60)\necho.EchoEngine._infer = infer\n"
+        "async def infer(self, url, body): time.sleep(600)\necho.EchoEngine._infer = infer\n"
         "import sys; sys.argv = ['workers', 'start', '--no-supervisor']\nfrom workers.cli import main; main()"
     )
     worker = processes.python("worker", "-c", script, env=env | {"BATCHMILL_ECHO_LATENCY_MS": "1"})

@@ -267,14 +267,14 @@ def load_plugins():
 def worker(pipe):
     load_plugins()
     pipe.send((os.getpid(), os.getpgid(0)))
-    time.sleep(60)
+    time.sleep(600)
 
 def engine(pipe):
     load_plugins()
     pipe.send((os.getpid(), os.getpgid(0)))
     process = multiprocessing.get_context("spawn").Process(target=worker, args=(pipe,), daemon=True)
     process.start()
-    time.sleep(60)
+    time.sleep(600)
 
 if __name__ == "__main__":
     from workers.engine import parent_death
@@ -284,7 +284,7 @@ if __name__ == "__main__":
     process = multiprocessing.get_context("spawn").Process(target=engine, args=(far,))
     process.start()
     print(os.getpid(), os.getpgid(0), *near.recv(), *near.recv(), flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

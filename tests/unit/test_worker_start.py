@@ -211,7 +211,7 @@ class TestSupervisor:
 
     def test_a_mistake_of_a_person_ends_all(self, processes: Processes) -> None:
         process = processes.python(
-            "supervisor", "-c", self.supervise(processes, "raise SystemExit(2)", "import time; time.sleep(60)")
+            "supervisor", "-c", self.supervise(processes, "raise SystemExit(2)", "import time; time.sleep(600)")
         )
         assert process.wait(60) == 2
         processes.wait_gone()
@@ -228,10 +228,10 @@ class TestSupervisor:
     def test_signals_go_to_the_worker_alone_and_its_group_is_cleared(self, processes: Processes) -> None:
         """A worker ends by SIGTERM; the engine process it leaves behind has never seen the signal, and is killed."""
         engine = "import signal,time; signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True)); "
-        engine += "print('engine up', flush=True); time.sleep(60)"
+        engine += "print('engine up', flush=True); time.sleep(600)"
         worker = (
             f"import subprocess, sys, signal, time; subprocess.Popen([sys.executable, '-c', {engine!r}]); "
-            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); time.sleep(60)"
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); time.sleep(600)"
         )
         process = processes.python("supervisor", "-c", self.supervise(processes, worker))
         process.wait_line("engine up")
@@ -241,7 +241,7 @@ class TestSupervisor:
 
     def test_one_that_does_not_end_is_killed(self, processes: Processes) -> None:
         deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        deaf += "print('deaf', flush=True); time.sleep(60)"
+        deaf += "print('deaf', flush=True); time.sleep(600)"
         process = processes.python("supervisor", "-c", self.supervise(processes, deaf, drain_s=0))
         process.wait_line("^deaf$")
         assert process.stop(20) == 1
