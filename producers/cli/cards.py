@@ -42,8 +42,9 @@ def card(seen: BatchView, now: float, *, embedded: bool = False) -> Table:
         ("sent again", f"{seen.resent:,}" if seen.resent else None),
         ("tokens", tokens),
         ("cache hits", _hits(usage)),
-        ("cache", _cache(seen)),
         ("shared", f"{usage.shared:,} answered by equal requests' answers" if usage.shared else None),
+        # Of everybody who uses it, not of this batch.
+        ("cache server", _cache(seen)),
         ("metadata", _users(", ".join(f"{k}={v}" for k, v in seen.metadata.items()))),
         ("submitted", f"{wording.ago(now - seen.created_at)} ago"),
         ("took" if seen.finished_at is not None else "so far", _took(seen, now)),
@@ -105,7 +106,7 @@ def _cache(seen: BatchView) -> str | None:
     if seen.cache is None:
         return None
     held, room = (f"{size / (1 << 20):,.1f} MB" for size in (seen.cache.bytes, seen.cache.capacity_bytes))
-    return f"{seen.cache.entries:,} entries, {held} of {room}, {seen.cache.evicted:,} pushed out"
+    return f"{seen.cache.entries:,} entries, {held} of {room}, {seen.cache.evicted:,} pushed out in all"
 
 
 def _users(text: str | None) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
@@ -39,6 +40,7 @@ def cache_server(module_server: RedisServer) -> Iterator[RedisServer]:
     else:
         module_server.start()
     with module_server.client(0) as client:
+        client.replicaof("NO", "ONE")
         client.flushall()
         client.config_resetstat()
         client.config_set("maxmemory", 0)
@@ -174,6 +176,25 @@ def test_where_the_server_is_not_ours_the_cache_counts(
     server.close()
 
 
+def test_what_a_worker_has_in_its_own_memory_is_in_use_on_the_server_too(
+    make: Make, opened: Opened, cache_server: RedisServer
+) -> None:
+    """Or the server would push out first what its workers give most."""
+    cache = opened(make(sync_interval_ms=600_000))
+    cache.check()
+    cache.put(key(1), b"answer")
+    cache.put(key(2), b"another")
+    cache._flush()
+    names = [b"bm:cache:" + key(number) for number in (1, 2)]
+    with cache_server.client(0) as client:
+        for name in names:
+            client.restore(name, 0, client.dump(name), replace=True, idletime=5000)
+        assert cache.get([key(1)]) == {key(1): b"answer"}
+        assert [client.object("idletime", name) >= 5000 for name in names] == [True, True], "told behind, as all is"
+        cache._flush()
+        assert [client.object("idletime", name) >= 5000 for name in names] == [False, True]
+
+
 def test_writing_an_answer_again_is_counted_once(make: Make, managed: str) -> None:
     server = CacheServer(make(user=managed), 5)
     server.configure()
@@ -218,6 +239,39 @@ def test_a_full_server_without_anything_of_ours_takes_nothing_and_breaks_nothing
     assert cache.get([key(1), key(2)]) == {key(1): b"answer"}
     cache._flush()
     assert cache._breaker.closed, "what it holds is still asked for, though not even figures can be written"
+
+
+@pytest.mark.parametrize(("user", "how"), [("", "a replica"), ("managed", "a replica"), ("managed", "full")])
+def test_a_server_that_takes_nothing_is_asked_for_what_it_holds(
+    make: Make, managed: str, opened: Opened, cache_server: RedisServer, user: str, how: str
+) -> None:
+    """Whatever its reason: full, on a full disk, demoted. Neither answers nor their uses nor figures can be told."""
+    cache = opened(make(user=user, local_mb=0, sync_interval_ms=600_000))
+    cache.check()
+    cache.put(key(1), b"answer")
+    cache._flush()
+    with cache_server.client(0) as client:
+        if how == "full":
+            client.config_set("maxmemory", 1)
+        else:
+            # Of nobody: it keeps what it has and refuses whatever is written.
+            client.replicaof("127.0.0.1", "1")
+    assert cache.get([key(1)]) == {key(1): b"answer"}
+    cache.count(hits=1, misses=0)
+    if how != "full":
+        # A cache that counts makes room for a new one, and so lets the other go.
+        cache.put(key(2), b"another")
+    cache._flush()
+    assert cache.get([key(1)]) == {key(1): b"answer"}
+    assert cache._breaker.closed
+    assert cache._full is (how != "full")
+    cache._look(configure=True)
+    with cache_server.client(0) as client:
+        client.replicaof("NO", "ONE")
+        client.config_set("maxmemory", 0)
+    cache.put(key(3), b"once more")
+    cache.close()
+    assert cache._server.counts()["m@1"] == {"hits": 1, "written": 2}
 
 
 @pytest.mark.parametrize("user", ["", "managed"])
@@ -294,6 +348,27 @@ def test_a_server_that_fails_costs_its_time_once(
     began = time.monotonic()
     cache.close()
     assert time.monotonic() - began < 20
+
+
+def test_a_slow_server_costs_a_lookup_twice_its_time_at_most(
+    make: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many round trips a chunk needs: each is in time, all of them together are not."""
+    cache = opened(make(local_mb=0, sync_interval_ms=600_000))
+    monkeypatch.setattr(cache, "_timeout_s", 0.2)
+    put_all(cache._server, [(name, cache._values.pack(name, body)) for name, body in rows(6400, 10)])
+    get, asked = cache._server.get_timed, 0
+
+    def slow(keys: Sequence[bytes]) -> Any:
+        nonlocal asked
+        asked += 1
+        time.sleep(0.1)
+        return get(keys)
+
+    monkeypatch.setattr(cache._server, "get_timed", slow)
+    found = cache.get([key(number) for number in range(6400)])
+    assert asked <= 4
+    assert len(found) == 64 * asked > 0, "what was known by then is used"
 
 
 def test_it_is_used_again_once_it_is_back(
@@ -399,6 +474,53 @@ def test_every_answer_is_counted_as_written_or_dropped(
     cache.put(key(1000), b"answer")
     cache._flush()
     assert [counter._value.get() - was for counter, was in zip(counters, before, strict=True)] == [128, 73]
+
+
+def test_what_waits_to_be_written_is_bounded(make: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may be faster than the server."""
+    monkeypatch.setattr(result_cache, "PENDING_BYTES", 1000)
+    cache = opened(make(local_mb=0, sync_interval_ms=600_000))
+    cache.check()
+    for name, body in rows(5, 400):
+        cache.put(name, body)
+    assert len(cache.get([key(number) for number in range(5)])) == 2
+    cache._flush()
+    cache.put(key(9), bytes(900))
+    assert cache.get([key(9)]) == {key(9): bytes(900)}, "what was written makes room"
+
+
+def test_metrics_tell_what_the_cache_holds_gives_and_lacks(
+    make: Make, opened: Opened, cache_server: RedisServer
+) -> None:
+    names = ("HITS", "MISSES", "WRITTEN", "DROPPED", "FAILURES")
+
+    def counted() -> list[float]:
+        return [getattr(metrics, f"CACHE_{name}")._value.get() for name in names]
+
+    gauges = metrics.CACHE_ENTRIES, metrics.CACHE_BYTES, metrics.CACHE_CAPACITY, metrics.CACHE_EVICTED
+    before = counted()
+    cache = opened(make(capacity_gb=0.01, sync_interval_ms=600_000))
+    cache.check()
+    for part in range(0, 1500, 500):
+        for name, body in rows(part + 500, 10_000)[part:]:
+            cache.put(name, body)
+        cache._flush()
+    cache.put(key(0), bytes((4 << 20) + 1))
+    cache.count(hits=3, misses=2)
+    cache._look()
+    assert [now - was for now, was in zip(counted(), before, strict=True)] == [3, 2, 1500, 1, 0]
+    # As this look found it: a server that is full goes on pushing out for a moment.
+    assert cache.facts is not None
+    assert [gauge._value.get() for gauge in gauges] == list(msgspec.structs.astuple(cache.facts))
+    assert 0 < cache.facts.entries < 1500
+    assert 0 < cache.facts.evicted < 1500
+    assert cache.facts.capacity_bytes == int(0.01 * (1 << 30))
+    cache_server.kill()
+    assert cache.get([b"n" * 48]) == {}
+    assert (counted()[-1] - before[-1], metrics.CACHE_RESTING._value.get()) == (1, 1)
+    cache_server.start()
+    cache._try_again()
+    assert metrics.CACHE_RESTING._value.get() == 0
 
 
 def test_what_is_no_value_hinders_nobody(make: Make, managed: str, opened: Opened, cache_server: RedisServer) -> None:

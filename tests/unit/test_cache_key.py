@@ -40,6 +40,10 @@ def of(body: dict[str, Any], url: int = CHAT, space: Space = SPACE, tenant: str 
         ({"temperature": 1e-7}, False),
         ({"temperature": "0"}, False),
         ({"temperature": False}, False),
+        # What is asked for beside the text has one answer with it.
+        ({"logprobs": True, "top_logprobs": 5}, True),
+        ({"temperature": 1, "n": 3, "seed": 1}, True),
+        ({"temperature": 1, "n": 3}, False),
     ],
 )
 def test_only_determined_requests_have_a_key(change: dict[str, Any], determined: bool) -> None:
@@ -50,8 +54,9 @@ def test_without_a_temperature_it_is_sampled() -> None:
     assert of({k: v for k, v in BODY.items() if k != "temperature"}) is None
 
 
-def test_what_samples_nothing_always_has_a_key() -> None:
-    assert of({"input": "x"}, URL_CODE["/v1/embeddings"]) is not None
+@pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/score", "/v1/rerank"])
+def test_what_samples_nothing_always_has_a_key(url: str) -> None:
+    assert of({"input": "x"}, URL_CODE[url]) is not None
 
 
 def test_what_does_not_change_the_answer_does_not_change_the_key() -> None:
@@ -66,7 +71,20 @@ def test_what_does_not_change_the_answer_does_not_change_the_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"max_tokens": 6}, {"seed": 1}, {"messages": []}, {"stop": ["a"]}, {"response_format": {"type": "text"}}]
+    "change",
+    [
+        {"max_tokens": 6},
+        {"seed": 1},
+        {"messages": []},
+        {"stop": ["a"]},
+        {"response_format": {"type": "text"}},
+        {"n": 2},
+        {"logprobs": True},
+        {"top_p": 0.5},
+        {"cache_salt": "x"},
+        {"chat_template": "x"},
+        {"field_of_tomorrow": None},
+    ],
 )
 def test_what_may_change_the_answer_changes_the_key(change: dict[str, Any]) -> None:
     assert of(BODY | change) != of(BODY)
@@ -82,6 +100,8 @@ def test_what_may_change_the_answer_changes_the_key(change: dict[str, Any]) -> N
         ("stream", [False, None], ["no", 0]),
         ("stream_options", [None], [{}, {"include_usage": True}, "x"]),
         ("store", [True, None], ["x"]),
+        ("custom_id", ["x", None], [1]),
+        ("safety_identifier", ["x", None], [{}]),
         ("service_tier", ["auto", None], [1]),
         ("prompt_cache_key", ["x", None], [{}]),
         ("priority", [], [0, 5, "x"]),
@@ -138,11 +158,12 @@ def test_a_seed_counts_only_where_the_engine_takes_one() -> None:
     assert of(seeded, URL_CODE["/v1/messages"]) is None
 
 
-def test_an_answer_that_depends_on_another_one_has_no_key() -> None:
+@pytest.mark.parametrize("field", ["previous_response_id", "previous_input_messages", "conversation"])
+def test_an_answer_that_depends_on_another_one_has_no_key(field: str) -> None:
     responses = URL_CODE["/v1/responses"]
     asked = {"input": "x", "temperature": 0}
-    assert of(asked, responses) is not None
-    assert of(asked | {"previous_response_id": "resp_1"}, responses) is None
+    assert of(asked | {field: None}, responses) is not None
+    assert of(asked | {field: "resp_1"}, responses) is None
 
 
 def test_what_a_response_repeats_of_its_request_counts() -> None:

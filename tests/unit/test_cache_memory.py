@@ -114,6 +114,7 @@ def test_it_only_does_what_the_batch_asked_for(mode: str, found: int, kept: int)
     [
         (Kind.RETRY, 200, Source.MISSED),
         (Kind.ERROR, 400, Source.MISSED),
+        (Kind.OUTPUT, 202, Source.MISSED),
         (Kind.OUTPUT, 200, Source.CACHE),
         (Kind.OUTPUT, 200, Source.SHARED),
     ],

@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zstandard
 
 from common.errors import UsageError
 from common.registry import ModelVersion
+from common.settings import load
 from tests.support.chunks import make_chunk
 from workers import cli
 from workers.cache import commands
@@ -18,6 +20,7 @@ from workers.cache.breaker import Breaker
 from workers.cache.fingerprint import fingerprint
 from workers.cache.key import Space
 from workers.cache.local import OVERHEAD, LocalCache
+from workers.cache.server import CacheServer
 from workers.cache.uncached import Uncached
 from workers.cache.value import MAX_BODY, Values
 from workers.engine.base import EngineFacts
@@ -112,6 +115,11 @@ def test_only_what_the_fleet_wrote_for_this_key_is_an_answer() -> None:
         assert values.unpack(KEY, value[:at]) is None
 
 
+def test_values_are_compressed() -> None:
+    body = msgspec.json.encode({"choices": [{"text": f"answer {n} to a question"} for n in range(200)]})
+    assert len(Values([b"1" * 32]).pack(KEY, body)) < len(body) / 5
+
+
 def test_a_key_that_is_being_replaced_still_counts() -> None:
     value = Values([b"1" * 32]).pack(KEY, b"{}")
     assert Values([b"2" * 32, b"1" * 32]).unpack(KEY, value) == b"{}"
@@ -127,16 +135,51 @@ def entry(**engine: Any) -> ModelVersion:
     return ModelVersion(source="/m", engine=engine)
 
 
-def facts(digest: str = "blake3:1", engine: str = "vllm 0.32.0", **more: Any) -> EngineFacts:
+def facts(
+    digest: str = "blake3:1", engine: str = "vllm 0.32.0", *, seqs: int = 8, length: int = 100, **more: Any
+) -> EngineFacts:
     return EngineFacts(
-        engine=engine, model="m@1", device="gpu 0", max_num_seqs=8, max_model_len=100, detail={"digest": digest} | more
+        engine=engine,
+        model="m@1",
+        device="gpu 0",
+        max_num_seqs=seqs,
+        max_model_len=length,
+        detail={"digest": digest} | more,
     )
 
 
-def test_what_does_not_change_answers_keeps_the_fingerprint() -> None:
-    first = fingerprint("m@1", entry(max_num_seqs=8, **{"gpu-memory-utilization": 0.5}), facts())
-    assert fingerprint("m@1", entry(max_num_seqs=64, num_gpu_blocks_override=70), facts(start_s=3.5)) == first
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "async-scheduling",
+        "block_size",
+        "cpu_offload_gb",
+        "data_parallel_size",
+        "disable_log_stats",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "gpu-memory-utilization",
+        "kv_cache_memory_bytes",
+        "kv_offloading_size",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "num_gpu_blocks_override",
+        "scheduling_policy",
+        "swap_space",
+    ],
+)
+def test_what_does_not_change_answers_keeps_the_fingerprint(argument: str) -> None:
+    """How much an engine holds and how fast it goes: `workers tune` changes these, and the entries stay."""
+    first = fingerprint("m@1", entry(), facts())
+    assert fingerprint("m@1", entry(**{argument: 8}), facts(seqs=64, start_s=3.5)) == first
     assert len(first) == 16
+
+
+def test_the_context_counts_as_the_engine_has_it() -> None:
+    """However it came to it: an answer that one cuts short another one goes on with."""
+    said = [fingerprint("m@1", entry(max_model_len=text), facts(length=4000)) for text in ("4k", 4000, "auto")]
+    assert len(set(said)) == 1
+    assert fingerprint("m@1", entry(), facts(length=2000)) != said[0]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +189,36 @@ def test_what_does_not_change_answers_keeps_the_fingerprint() -> None:
         ("m@1", {}, facts("blake3:2")),
         ("m@1", {}, facts(engine="vllm 0.33.0")),
         ("m@1", {}, facts(dtype="float16")),
-        ("m@1", {"quantization": "fp8"}, facts()),
-        ("m@1", {"tool_call_parser": "hermes"}, facts()),
+        ("m@1", {}, facts(tensor_parallel=2)),
+        *(
+            ("m@1", {argument: "x"}, facts())
+            for argument in (
+                "attention_config",
+                "chat_template_content_format",
+                "compilation_config",
+                "default_chat_template_kwargs",
+                "dtype",
+                "enable_auto_tool_choice",
+                "enforce_eager",
+                "generation_config",
+                "hf_overrides",
+                "kv_cache_dtype",
+                "limit_mm_per_prompt",
+                "logits_processors",
+                "lora_modules",
+                "mm_processor_kwargs",
+                "override_generation_config",
+                "quantization",
+                "reasoning_parser",
+                "rope_scaling",
+                "seed",
+                "speculative_config",
+                "structured_outputs_config",
+                "tokenizer",
+                "tokenizer_mode",
+                "tool_call_parser",
+            )
+        ),
         ("m@1", {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, facts()),
         ("m@1", {"some_argument_of_tomorrow": 1}, facts()),
     ],
@@ -156,16 +227,26 @@ def test_what_changes_answers_changes_the_fingerprint(version: str, changed: dic
     assert fingerprint(version, entry(**changed), said) != fingerprint("m@1", entry(), facts())
 
 
-def test_a_chat_template_counts_by_its_content(tmp_path: Path) -> None:
-    template = tmp_path / "t.jinja"
-    template.write_text("{{ a }}")
-    with_it = entry(chat_template=str(template))
-    first = fingerprint("m@1", with_it, facts())
-    template.write_text("{{ b }}")
-    second = fingerprint("m@1", with_it, facts())
-    template.write_text("{{ a }}")
-    assert first != second
-    assert fingerprint("m@1", with_it, facts()) == first
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"chat_template": "FOLDER/t.jinja"},
+        {"tokenizer": "FOLDER"},
+        {"lora_modules": [{"name": "a", "path": "FOLDER"}]},
+        {"lora-modules": ["a=FOLDER"]},
+        {"speculative_config": {"model": "FOLDER"}},
+        {"speculative_config": '{"model": "FOLDER"}'},
+    ],
+)
+def test_what_an_argument_names_counts_by_its_content(tmp_path: Path, argument: dict[str, Any]) -> None:
+    """A chat template, a tokenizer, an adapter; a rollback has the old fingerprint again."""
+    with_it = entry(**msgspec.json.decode(msgspec.json.encode(argument).replace(b"FOLDER", bytes(tmp_path))))
+    made = []
+    for content in ("{{ a }}", "{{ b }}", "{{ a }}"):
+        (tmp_path / "t.jinja").write_text(content)
+        made.append(fingerprint("m@1", with_it, facts()))
+    assert made[0] != made[1]
+    assert made[0] == made[2]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
@@ -186,6 +267,16 @@ def test_a_changed_model_folder_is_a_new_space_and_a_rollback_the_old_one(tmp_pa
     assert second is not None
     assert first != second
     assert key() == first
+
+
+def test_a_cache_gets_at_most_seven_tenths_of_its_machine() -> None:
+    def check(capacity: str) -> None:
+        env = {"BATCHMILL_CACHE_URL": "redis://cache.internal/0", "BATCHMILL_CACHE_CAPACITY_GB": capacity}
+        CacheServer(load(env=env), 1).check_capacity(10 << 30)
+
+    check("7.0")
+    with pytest.raises(UsageError, match=r"7\.1 is more than 70% of the 10\.0 GB"):
+        check("7.1")
 
 
 def test_export_replaces_no_fifo_and_no_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from common.messages import Usage
+from common.messages import CacheFacts, Usage
 from common.store import LocalStore
 from producers.batch_view import BatchView, view
 from producers.cli import wording
@@ -123,6 +123,15 @@ def test_what_the_cache_was_asked_for_is_what_its_own_figures_count(
     )
     assert "190 answered by equal" in text or usage.shared != 190
     assert (said in text) if said is not None else ("asked for" not in text)
+
+
+def test_how_full_the_cache_is_is_told_as_the_servers(tmp_path: Path) -> None:
+    """Not as this batch's: what was pushed out is everybody's."""
+    store = LocalStore(tmp_path)
+    of = stored.batch(store, cache="on")
+    facts = CacheFacts(entries=12_408, bytes=33_134_592, capacity_bytes=1 << 30, evicted=1_234_567)
+    lines = _lines(card(view(of, stored.status(store, of, "completed", 10, cache=facts), None), stored.NOW))
+    assert "cache server  12,408 entries, 31.6 MB of 1,024.0 MB, 1,234,567 pushed out in all" in lines
 
 
 def test_a_frame_tells_all_that_a_person_waits_for(tmp_path: Path) -> None:

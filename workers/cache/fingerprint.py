@@ -8,6 +8,8 @@ result cache keeps answers of one fingerprint apart from those of another.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ NEUTRAL = frozenset(
     }
 )
 #: What the engine says of itself that decides its answers.
-_FACTS = ("digest", "dtype", "tensor_parallel", "quantization")
+_FACTS = ("digest", "dtype", "tensor_parallel")
 
 
 def fingerprint(model_version: str, entry: ModelVersion, facts: EngineFacts) -> str:
@@ -64,13 +66,24 @@ def fingerprint(model_version: str, entry: ModelVersion, facts: EngineFacts) -> 
 
 
 def _content(value: Any) -> Any:
-    """The value, or the digest of the file or folder that it names."""
+    """The value, with the digest of each file or folder that it names, wherever inside it."""
     if isinstance(value, dict):
         return {key: _content(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_content(inner) for inner in value]
     if not isinstance(value, str) or len(value) > 4096 or "\n" in value:
         return value
+    if value[:1] in ("{", "["):
+        # vLLM takes JSON for a mapping.
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            said = msgspec.json.decode(value)
+            inside = _content(said)
+            return value if inside == said else [value, inside]
+    name, equals, named = value.partition("=")
+    if equals and re.fullmatch(r"[\w.-]+", name):
+        # As in `lora_modules: [name=folder]`.
+        content = _content(named)
+        return value if content == named else [name, content]
     try:
         path = Path(value).expanduser()
         if path.is_dir():

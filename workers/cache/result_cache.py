@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import redis
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import ResponseError
 
 from common import logs, metrics
 from common.errors import UsageError
@@ -20,7 +20,7 @@ from common.messages import CacheFacts
 from common.settings import Settings
 from workers.cache.breaker import Breaker
 from workers.cache.local import LocalCache
-from workers.cache.server import KEYS_AT_ONCE, CacheServer
+from workers.cache.server import KEYS_AT_ONCE, CacheServer, refusal
 from workers.cache.value import MAX_BODY, values
 
 #: A chunk's lookup may take so many times `cache.timeout_ms`, however many round trips it needs.
@@ -61,6 +61,7 @@ class ResultCache:
         self._epoch: bytes | None = None
         self._run_id = ""
         self._looked_at = time.monotonic()
+        #: It took nothing the last time, while it answers.
         self._full = False
         #: Since the last look.
         self._used = False
@@ -236,12 +237,12 @@ class ResultCache:
             with self._lock:
                 self._untold["written"] += written
                 figures = dict(self._untold)
-        for at in range(0, len(touched), 1024):
-            self._server.touch(touched[at : at + 1024])
         try:
+            for at in range(0, len(touched), 1024):
+                self._server.touch(touched[at : at + 1024])
             self._server.count(self._model, figures)
-        except OutOfMemoryError:
-            # A full server is no reason not to ask it; the figures are told once it has room again.
+        except ResponseError:
+            # A server that takes nothing is still asked for what it holds; figures are told once it does again.
             return
         with self._lock:
             for name, number in figures.items():
@@ -251,11 +252,11 @@ class ResultCache:
         """Write entries; how many were."""
         try:
             self._server.put([(key, self._values.pack(key, body)) for key, body in part])
-        except OutOfMemoryError:
-            # It answers, so lookups go on.
+        except ResponseError as exc:
+            # Full, on a full disk, a replica: it answers, so lookups go on.
             if not self._full:
                 self._full = True
-                log.warning("the result cache takes nothing more; new answers are not kept")
+                log.warning("the result cache takes nothing more; new answers are not kept", reason=refusal(exc))
             return 0
         self._full = False
         return len(part)

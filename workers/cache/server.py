@@ -103,7 +103,8 @@ class CacheServer:
         shared = self._shared(info)
         self.policy = "counts" if shared or not self._take_over(info) else "evicts"
         if self.policy == "counts":
-            with contextlib.suppress(OutOfMemoryError):
+            # One that takes nothing now is still asked for what it holds.
+            with contextlib.suppress(redis.ResponseError):
                 self._redis.set(CAPACITY, self.capacity)
         return self.facts()
 
@@ -158,13 +159,16 @@ class CacheServer:
         return int(cast(Any, self._redis.exists(*(PREFIX + key for key in keys)))) if keys else 0
 
     def put(self, entries: Sequence[tuple[bytes, bytes]]) -> None:
-        """Write `(key, value)`s; `OutOfMemoryError` when the server takes nothing more."""
+        """Write `(key, value)`s; `redis.ResponseError` when the server takes nothing more (`refusal` says why)."""
         ttl = self._settings.cache.ttl_s
         if self.policy == "evicts":
             pipe = self._redis.pipeline(transaction=False)
             for key, value in entries:
                 pipe.set(PREFIX + key, value, ex=ttl)
-            pipe.execute()
+            # Raised here, since redis-py would quote the command, and so the answer, in the error's text.
+            for done in pipe.execute(raise_on_error=False):
+                if isinstance(done, Exception):
+                    raise done
             return
         flat = [part for entry in entries for part in entry]
         arguments: list[bytes | float] = [time.time(), ttl or 0, PREFIX, *flat]
@@ -288,6 +292,12 @@ class CacheServer:
             own = int(info.get("maxmemory", 0))
             return str(info.get("maxmemory_policy", "")).startswith("allkeys-") and 0 < own <= self.capacity
         return True
+
+
+def refusal(exc: redis.ResponseError) -> str:
+    """Why a server refuses, in a word of Redis's (`MISCONF`): the text after it may quote what it was sent."""
+    code = str(exc).partition(" ")[0]
+    return code if re.fullmatch("[A-Z]+", code) and code != "ERR" else type(exc).__name__
 
 
 def _number(text: bytes | None) -> int:
