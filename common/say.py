@@ -70,6 +70,14 @@ def raw(data: bytes) -> None:
         sys.stdout.buffer.write(data)
 
 
+class Raw:
+    """Stdout as a file of bytes that can be written to."""
+
+    def write(self, data: bytes, /) -> None:
+        """As `raw`."""
+        raw(data)
+
+
 def flush() -> None:
     """Write out what `raw` left buffered."""
     with _stdout():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,25 @@ def held(server: CacheServer, keys: list[bytes]) -> dict[bytes, bytes | None]:
     return {k: sealed.unpack(k, v) if v is not None else None for k, v in zip(keys, found, strict=True)}
 
 
+def finished(monkeypatch: pytest.MonkeyPatch, answers: Iterable[tuple[bytes, bytes]], tally: Tally) -> list[bool]:
+    """Let `warm` find a batch that has these answers; whether it asked for sampled ones too, each time."""
+    asked: list[bool] = []
+
+    class Ended:
+        model = "m@1"
+
+        def __init__(self, *_: object) -> None:
+            self.tally = tally
+
+        def answers(self, *, everything: bool) -> Iterator[tuple[bytes, bytes]]:
+            asked.append(everything)
+            yield from answers
+
+    monkeypatch.setattr("workers.cache.commands.FinishedBatch", Ended)
+    monkeypatch.setattr("workers.cache.commands.open_store", lambda *_, **__: None)
+    return asked
+
+
 def test_what_is_exported_comes_back_elsewhere(
     server: CacheServer, run: Run, tmp_path: Path, redis_of_module: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +134,29 @@ def test_what_is_exported_comes_back_elsewhere(
         assert server.facts().entries == count
     assert held(server, list(made)) == made
     assert not list(tmp_path.glob(".*"))
+
+
+def test_entries_go_out_by_stdout_and_in_by_stdin(
+    server: CacheServer, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they must where the command runs in a container; what is cut off on its way changes nothing."""
+    made = fill(server, 300, size=9000)
+    result = CliRunner().invoke(app, ["cache", "export", "-"])
+    assert result.exit_code == 0
+    data = result.stdout_bytes
+    assert f"-: 300 entries, {len(data):,} bytes" in result.stderr
+    run("clear", "--all")
+    cut = CliRunner().invoke(app, ["cache", "import", "-"], input=data[:-100])
+    assert isinstance(cut.exception, UsageError)
+    assert str(cut.exception).startswith("stdin: ends in the middle")
+    assert server.facts().entries == 0
+    assert CliRunner().invoke(app, ["cache", "import", "-", "--json"], input=data).exit_code == 0
+    assert held(server, list(made)) == made
+    with pytest.raises(UsageError, match="choose one"):
+        run("export", "-", "--json")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    nowhere = CliRunner().invoke(app, ["cache", "import", "-"], input=data)
+    assert "gone: No such file" in str(nowhere.exception)
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "other"])
@@ -160,6 +202,25 @@ def test_clear_removes_a_model_and_nothing_else(server: CacheServer, run: Run) -
     for wrong in ((), ("--all", "--model", "m@1")):
         with pytest.raises(UsageError, match="--model"):
             run("clear", *wrong)
+
+
+def test_clear_tells_workers_before_and_after(server: CacheServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, so that none gives what is about to go; after, for what one put back from its own memory meanwhile."""
+    fill(server, 100)
+    seen: list[tuple[bytes, int]] = []
+    drop = CacheServer.drop
+
+    def dropped(self: CacheServer, keys: Sequence[bytes]) -> int:
+        seen.append((self.get([])[0], len(keys)))
+        return drop(self, keys)
+
+    monkeypatch.setattr(CacheServer, "drop", dropped)
+    before = server.get([])[0]
+    run("clear", "--all")
+    assert sum(count for _, count in seen) >= 100
+    during = {epoch for epoch, _ in seen}
+    assert len(during) == 1
+    assert len({before, *during, server.get([])[0]}) == 3
 
 
 def test_stats_tell_what_is_there(server: CacheServer, run: Run) -> None:
@@ -213,20 +274,7 @@ def test_what_is_written_and_pushed_out_again_is_not_said_to_be_there(
             client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", bound)
 
-    class Ended:
-        """A batch that has these answers."""
-
-        model = "m@1"
-        tally = Tally(lines=3001, determined=3000)
-
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def answers(self, **_: bool) -> Iterator[tuple[bytes, bytes]]:
-            yield from made.items()
-
-    monkeypatch.setattr("workers.cache.commands.FinishedBatch", Ended)
-    monkeypatch.setattr("workers.cache.commands.open_store", lambda *_, **__: None)
+    finished(monkeypatch, made.items(), Tally(lines=3001, determined=3000))
     for argv, count in ((("import", "all.bin"), "entries"), (("warm", "--from", "batch_x"), "determined")):
         done = run(*argv, "--json")
         there = sum(
@@ -245,6 +293,28 @@ def test_what_is_written_and_pushed_out_again_is_not_said_to_be_there(
     assert found["capacity_bytes"] == found["server_limit_bytes"] == bound
     assert found["bytes"] <= found["server_bytes"]
     assert "of 4.0 MB" in run("stats")
+
+
+def test_warm_takes_what_the_model_keeps_and_says_what_it_left_out(
+    server: CacheServer, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [(b"a" * 48, b"{}"), (b"b" * 48, bytes((4 << 20) + 1))]
+    asked = finished(monkeypatch, answers, Tally(lines=4, determined=2, unmarked=1))
+    done = run("warm", "--from", "batch_x", "--json")
+    assert [done[n] for n in ("lines", "determined", "written", "too_large", "pushed_out")] == [4, 2, 1, 1, 0]
+    said = run("warm", "--from", "batch_x", err=True)
+    assert "1 are larger than an entry may be" in said
+    assert "1 lines carry no fingerprint" in said
+    (tmp_path / "models.yaml").write_text("models: {m@1: {source: /m, cache: all}}\n")
+    run("warm", "--from", "batch_x")
+    assert asked == [False, False, True]
+    (tmp_path / "models.yaml").write_text("models: {m@1: {source: /m, cache: off}}\n")
+    with pytest.raises(UsageError, match="cache: off"):
+        run("warm", "--from", "batch_x")
+    (tmp_path / "models.yaml").write_text("models: {}\n")
+    finished(monkeypatch, [], Tally(lines=4, unmarked=4))
+    with pytest.raises(UsageError, match="no fingerprint"):
+        run("warm", "--from", "batch_x")
 
 
 def test_what_cannot_be_reached_or_is_not_there_is_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -301,6 +302,26 @@ def test_answers_are_written_behind_and_the_rest_of_them_at_the_end(
         assert client.exists(b"bm:cache:" + key(1))
 
 
+def test_each_worker_writes_in_its_own_interval(make: Make, opened: Opened, cache_server: RedisServer) -> None:
+    seldom, often = opened(make(sync_interval_ms=600_000)), opened(make(sync_interval_ms=50))
+    seldom.put(key(0), b"answer")
+    with cache_server.client(0) as client:
+        for number in range(1, 31):
+            often.put(key(number), b"answer")
+            name = b"bm:cache:" + key(number)
+            wait_until(functools.partial(client.exists, name), 30, "it is written", 0.005)
+        # Thirty of the short intervals, and several of the default, have passed.
+        assert not client.exists(b"bm:cache:" + key(0))
+
+
+def test_no_answer_of_the_server_takes_longer_than_its_time(make: Make) -> None:
+    """Neither does connecting; the client's own default is seconds."""
+    server = CacheServer(make(timeout_ms=120), 0.12)
+    said = server._redis.connection_pool.connection_kwargs
+    assert (said["socket_timeout"], said["socket_connect_timeout"]) == (0.12, 0.12)
+    server.close()
+
+
 @pytest.mark.parametrize("role", ["BROKER", "STATE"])
 def test_beside_the_broker_it_needs_at_least_another_database(cache_server: RedisServer, role: str) -> None:
     """There it counts for itself, since a broker's server must push nothing out."""
@@ -444,6 +465,7 @@ def test_an_answer_from_the_server_ends_with_it(make: Make, opened: Opened, cach
     writer, reader = opened(settings), opened(settings)
     writer.put(key(1), b"answer")
     writer.put(key(2), b"answer")
+    assert {end is not None for _, end in writer._local._entries.values()} == {True}, "its own come to an end as well"
     writer.close()
     with cache_server.client(0) as client:
         client.pexpire(b"bm:cache:" + key(1), 1500)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,18 @@ def test_a_block_that_was_left_out_is_noticed() -> None:
     first = len(MAGIC) + 4 + 32 + int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
     with pytest.raises(UsageError, match="its end is not what was written"):
         back(MAGIC + data[first:])
+
+
+def test_a_length_that_cannot_be_is_not_read(tmp_path: Path) -> None:
+    """Four flipped bytes must not have gigabytes read into memory."""
+    path = tmp_path / "f"
+    path.write_bytes(MAGIC + b"\xff\xff\xff\xff" + bytes(32))
+    # A hole: it takes no room on the disk.
+    os.truncate(path, 5 << 30)
+    with path.open("rb") as file:
+        with pytest.raises(UsageError, match="block 1 is not what was written"):
+            list(read(file, "f"))
+        assert file.tell() < 1000
 
 
 def test_another_file_is_named_as_such() -> None:

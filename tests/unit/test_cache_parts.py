@@ -279,14 +279,15 @@ def test_a_cache_gets_at_most_seven_tenths_of_its_machine() -> None:
         check("7.1")
 
 
-def test_export_replaces_no_fifo_and_no_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_replaces_no_fifo_and_fills_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo")
     Path("link").symlink_to("fifo")
     for name in ("fifo", "link"):
         with pytest.raises(UsageError, match=f"{name}: is a FIFO, not a regular file"):
             commands.export(Path(name), None)
-    with pytest.raises(UsageError, match="not to stdout"):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with pytest.raises(UsageError, match="a terminal shows no entries"):
         commands.export(Path("-"), None)
     assert sorted(os.listdir()) == ["fifo", "link"]
 

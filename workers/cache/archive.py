@@ -8,7 +8,7 @@ blocks' digests. Numbers are little-endian. What is exported is not signed: whoe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 from blake3 import blake3
@@ -30,17 +30,25 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Entry]).decode
 
 
+class Sink(Protocol):
+    """What an archive is written to."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take all of it."""
+        ...
+
+
 class Writer:
     """Writes an archive; without `close` it is none."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Sink) -> None:
         self._file = file
         self._hash = blake3()
         self._held: list[Entry] = []
         self._size = 0
-        #: Entries so far.
-        self.count = 0
-        file.write(MAGIC)
+        #: Entries and bytes so far.
+        self.count = self.bytes = 0
+        self._write(MAGIC)
 
     def add(self, key: bytes, frame: bytes) -> None:
         """One entry more."""
@@ -54,15 +62,19 @@ class Writer:
         """Write the end. The file stays open."""
         if self._held:
             self._flush()
-        self._file.write(bytes(4) + self.count.to_bytes(8, "little") + self._hash.digest())
+        self._write(bytes(4) + self.count.to_bytes(8, "little") + self._hash.digest())
 
     def _flush(self) -> None:
         payload = _encode(self._held)
         digest = blake3(payload).digest()
         self._hash.update(digest)
-        self._file.write(len(payload).to_bytes(4, "little") + digest + payload)
+        self._write(len(payload).to_bytes(4, "little") + digest + payload)
         self._held.clear()
         self._size = 0
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.bytes += len(data)
 
 
 def read(file: BinaryIO, name: str) -> Iterator[Sequence[Entry]]:

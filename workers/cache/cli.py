@@ -43,14 +43,17 @@ def stats(json: bool) -> None:
 @click.option("--model", help="only entries of NAME or NAME@VERSION")
 @json_option
 def export_entries(file: Path, model: str | None, json: bool) -> None:
-    """Write the cache's entries to FILE, which appears once it is whole."""
+    """Write the cache's entries to FILE, which appears once it is whole; - for stdout."""
     from workers.cache import commands
 
+    if json and file == commands.STREAM:
+        raise UsageError("FILE - and --json both want stdout; choose one")
     done = commands.export(file, model)
     if json:
         _print_json(done)
         return
-    say.out(f"{file}: {done.entries:,} entries, {done.bytes:,} bytes")
+    tell = say.err if file == commands.STREAM else say.out
+    tell(f"{file}: {done.entries:,} entries, {done.bytes:,} bytes")
     if done.unreadable:
         say.err(f"{done.unreadable:,} could not be read: signed with another key, or none of ours; they were left out")
 
@@ -59,7 +62,7 @@ def export_entries(file: Path, model: str | None, json: bool) -> None:
 @file_argument
 @json_option
 def import_entries(file: Path, json: bool) -> None:
-    """Put the entries of an exported FILE into the cache. A damaged file changes nothing."""
+    """Put the entries of an exported FILE (- for stdin) into the cache. A damaged file changes nothing."""
     from workers.cache import commands
 
     done = commands.import_(file)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote
 
 import msgspec
 import redis
 from redis.exceptions import OutOfMemoryError
 
-from common import addresses, places
+from common import addresses, places, say
 from common import registry as registries
 from common import settings as setting_files
 from common.errors import Unreachable, UsageError
@@ -20,7 +23,7 @@ from common.interrupts import terminated_like_interrupted
 from common.new_file import destination, replacing
 from common.settings import Settings
 from common.store import open_store
-from workers.cache.archive import Writer, read
+from workers.cache.archive import Sink, Writer, read
 from workers.cache.finished import FinishedBatch
 from workers.cache.key import KEY_BYTES
 from workers.cache.server import KEYS_AT_ONCE, PATIENT_S, CacheServer
@@ -28,6 +31,8 @@ from workers.cache.value import MAX_BODY, values
 
 #: Bytes of keys kept in memory before they go to a temporary file, and keys of one question whether they are there.
 _KEYS_IN_MEMORY, _KEYS_ASKED = 4 << 20, 1024
+#: The name that means stdout or stdin, and bytes of it put aside at a time.
+STREAM, _COPIED = Path("-"), 1 << 20
 
 
 class ModelFigures(msgspec.Struct, frozen=True):
@@ -115,21 +120,26 @@ def stats() -> Stats:
 
 
 def export(file: Path, model: str | None) -> Exported:
-    """Write all entries, or a model's, to a file; it appears when it is whole.
+    """Write all entries, or a model's, to a file, which appears when it is whole, or to stdout (`-`).
 
     `UsageError` before anything is asked of the server for what is no regular file, and when there are entries and
     none can be read.
     """
-    if str(file) == "-":
-        raise UsageError("-: the entries go to a file, not to stdout; name one")
-    destination(file)
+    target: contextlib.AbstractContextManager[Sink]
+    if file == STREAM:
+        if sys.stdout.isatty():
+            raise UsageError("-: a terminal shows no entries; name a file, or redirect stdout (> FILE)")
+        target = _stdout()
+    else:
+        destination(file)
+        # Readable by its owner alone: it holds answers.
+        target = replacing(file, 0o600)
     settings = _settings()
     versions = _versions(model) if model is not None else [None]
     sealed = values(settings)
-    with _server(settings) as server, _errors(file), terminated_like_interrupted():
+    with _server(settings) as server, _errors(str(file)), terminated_like_interrupted():
         server.leave_no_trace()
-        # Readable by its owner alone: it holds answers.
-        with replacing(file, 0o600) as out:
+        with target as out:
             writer, unreadable = Writer(out), 0
             for version in versions:
                 for keys in server.scan(version):
@@ -145,27 +155,50 @@ def export(file: Path, model: str | None) -> Exported:
                     "set security.results_key to that of the fleet whose answers they are"
                 )
             writer.close()
-            size = out.tell()
-    return Exported(file=str(file), entries=writer.count, unreadable=unreadable, bytes=size)
+    return Exported(file=str(file), entries=writer.count, unreadable=unreadable, bytes=writer.bytes)
 
 
 def import_(file: Path) -> Imported:
-    """Put the entries of a file into the cache; all of it is checked before the first one goes in."""
+    """Put the entries of a file or of stdin (`-`) into the cache; all of it is checked before the first one goes in."""
     settings = _settings()
     sealed = values(settings)
-    if file.exists() and not file.is_file():
-        raise UsageError(f"{file}: is not a regular file, which can be read twice")
-    with _server(settings) as server, _errors(file), open(file, "rb") as source, _Put(server) as put:
-        for _ in read(source, str(file)):
+    name = "stdin" if file == STREAM else str(file)
+    with _server(settings) as server, _errors(name), _source(file) as source, _Put(server) as put:
+        for _ in read(source, name):
             pass
         source.seek(0)
-        for entries in read(source, str(file)):
+        for entries in read(source, name):
             for at in range(0, len(entries), KEYS_AT_ONCE):
                 put.add([(key, sealed.seal(key, frame)) for key, frame in entries[at : at + KEYS_AT_ONCE]])
         there, capacity = put.present(), server.facts().capacity
     return Imported(
         file=str(file), entries=put.count, written=there, pushed_out=put.count - there, capacity_bytes=capacity
     )
+
+
+@contextlib.contextmanager
+def _stdout() -> Iterator[say.Raw]:
+    """Stdout for an archive: cut off, it is none, so whoever reads it notices."""
+    yield say.Raw()
+    say.flush()
+
+
+@contextlib.contextmanager
+def _source(file: Path) -> Iterator[BinaryIO]:
+    """A file that can be read twice; what comes by a pipe is put aside in a temporary one."""
+    if file != STREAM and (file.is_file() or not file.exists()):
+        with open(file, "rb") as found:
+            yield found
+        return
+    if file == STREAM and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError("-: nothing comes in at stdin; name a file, or redirect one (< FILE)")
+    with contextlib.ExitStack() as held:
+        pipe = sys.stdin.buffer if file == STREAM else held.enter_context(open(file, "rb"))
+        with _errors(tempfile.gettempdir()):
+            aside = held.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(pipe, aside, _COPIED)
+        aside.seek(0)
+        yield aside
 
 
 def warm(batch_id: str) -> Warmed:
@@ -308,10 +341,10 @@ class _Put:
 
 
 @contextlib.contextmanager
-def _errors(file: Path) -> Iterator[None]:
+def _errors(where: str) -> Iterator[None]:
     try:
         yield
     except redis.RedisError:
         raise
     except OSError as exc:
-        raise UsageError(f"{file}: {exc.strerror or exc}") from None
+        raise UsageError(f"{where}: {exc.strerror or exc}") from None
