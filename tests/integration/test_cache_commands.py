@@ -295,6 +295,22 @@ def test_what_is_written_and_pushed_out_again_is_not_said_to_be_there(
     assert "of 4.0 MB" in run("stats")
 
 
+def test_the_embedded_fleets_key_counts_for_a_cache_of_ones_own(
+    server: CacheServer, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers sign with a key that the fleet made, which nobody has to know; on a server that one named too."""
+    made = fill(server, 3)
+    settings = places.fleet_dir() / "settings.yaml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(f"{{cache: {{url: 'redis://127.0.0.1:1/0'}}, security: {{results_key: '{'ab' * 32}'}}}}")
+    monkeypatch.delenv("BATCHMILL_SECURITY_RESULTS_KEY")
+    assert run("export", "all.bin", "--json")["entries"] == 3
+    run("clear", "--all")
+    assert run("import", "all.bin", "--json")["written"] == 3
+    monkeypatch.setenv("BATCHMILL_SECURITY_RESULTS_KEY", "ab" * 32)
+    assert held(server, list(made)) == made
+
+
 def test_warm_takes_what_the_model_keeps_and_says_what_it_left_out(
     server: CacheServer, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

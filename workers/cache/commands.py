@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 import msgspec
 import redis
+from msgspec.structs import replace
 from redis.exceptions import OutOfMemoryError
 
 from common import addresses, places, say
@@ -267,11 +268,16 @@ def _versions(model: str) -> list[str | None]:
 
 
 def _settings() -> Settings:
-    """This machine's settings; those of its embedded fleet where they name neither a broker nor a cache."""
+    """This machine's settings; where they name no broker, the cache or its key is that of the embedded fleet."""
     settings = setting_files.load()
     embedded = places.fleet_dir() / "settings.yaml"
-    if settings.broker.url is None and settings.cache.url is None and embedded.is_file():
+    if settings.broker.url is not None or not embedded.is_file():
+        return settings
+    if settings.cache.url is None:
         return setting_files.load(embedded)
+    if not settings.security.results_key:
+        # Its workers sign with a key that it made itself, whosever server holds what they sign.
+        return replace(settings, security=setting_files.load(embedded).security)
     return settings
 
 
