@@ -8,9 +8,7 @@ import time
 from collections.abc import Iterator
 
 from common import metrics
-from common.changes import Changes
 from common.errors import BatchmillError, Damaged, Unreachable
-from common.inotify import NewNames
 from common.logs import get, why
 from common.messages import CacheFacts
 from common.store import LocalStore, Store
@@ -20,6 +18,7 @@ from producers.coordinator.core import Core, trouble_of
 from producers.coordinator.cuts import Cuts
 from producers.coordinator.finalizer import LARGE, Finalizer
 from producers.coordinator.leadership import Leadership
+from producers.coordinator.news import News
 from producers.coordinator.progress import Progress
 from producers.coordinator.records import Closed
 from producers.coordinator.status_files import StatusFiles, has_ended
@@ -41,10 +40,6 @@ _SAY_S = 0.5
 _AT_ONCE = 64
 #: Batches whose status is written as soon as it changes.
 _FEW = 8
-#: Seconds between two looks while there is always a reason to.
-_PAUSE_S = 0.02
-#: Seconds after which the thread that watches for batches looks whether it is to stop.
-_WATCH_S = 0.5
 #: Seconds for which a batch is left alone whose files made trouble.
 TROUBLED_S = 5.0
 #: Batches that are gone of which something is remembered, at most.
@@ -88,9 +83,10 @@ class Control:
         self._asleep: set[str] = set()
         #: Models whose gauge was set.
         self._gauged: set[str] = set()
-        self._changes = Changes(store, self._active)
-        #: A batch has come or gone since the last look; one has, as `watch` was told.
-        self._news = self._told = False
+        #: What tells of batches that come.
+        self.news = News(core, store, self._active)
+        #: One has come or gone since the last look.
+        self._new = False
         self._looked_at = float("-inf")
         self._look_again_s = 0.0
         self._recovered_at = float("-inf")
@@ -109,27 +105,7 @@ class Control:
             else:
                 for name in ("store_unreachable", "disk_full"):
                     core.trouble(name, "control", False)
-            looked = time.monotonic()
-            self._news |= self._changes.wait(0.05 if self._cuts.draining else self._period, core.control.wait)
-            # Under load there is always a reason to look; not every result is one.
-            core.stop.wait(max(0.0, looked + _PAUSE_S - time.monotonic()))
-            if self._told:
-                self._told, self._news = False, True
-
-    def watch(self) -> None:
-        """End `run`'s waits when batches come, at that moment; a thread of its own. Without it, glances find them."""
-        core = self._core
-        while isinstance(self._store, LocalStore) and not core.stop.is_set():
-            try:
-                with NewNames(self._store.path_text(self._active)) as names:
-                    while not core.stop.is_set():
-                        if names.wait(_WATCH_S):
-                            self._told = True
-                            core.control.set()
-                            core.stop.wait(_PAUSE_S)
-            except OSError:
-                # Not to be had here, or the first batch is to make the folder yet.
-                core.stop.wait(_WATCH_S)
+            self._new |= self.news.wait(0.05 if self._cuts.draining else self._period)
 
     def tick(self) -> None:
         """One look."""
@@ -142,9 +118,9 @@ class Control:
             recover(self._store)
             self._commands.clear_late()
         # Of very many batches, those that nothing is known to have happened to are looked at less often.
-        everything = now - self._looked_at >= max(0.0 if self._news else self._period, self._look_again_s)
+        everything = now - self._looked_at >= max(0.0 if self._new else self._period, self._look_again_s)
         if everything:
-            self._looked_at, self._news = now, False
+            self._looked_at, self._new = now, False
             self.open_new()
             # With very many batches a look takes a while: a twentieth of the time, at most.
             self._look_again_s = min(MOST_PERIOD_S, 20 * (time.monotonic() - now))

@@ -142,7 +142,7 @@ class Service:
             core.spawn("finalizer-large", finalizer.run_large),
             core.spawn("intake", submissions.run),
             core.spawn("dead", DeadLetters(core, settings).run),
-            core.spawn("watch", control.watch),
+            core.spawn("watch", control.news.watch),
         ]
         if copies is not None:
             threads.append(core.spawn("copies", copies.run))

@@ -28,9 +28,9 @@ def test_a_new_batch_needs_no_glance(tmp_path: Path, monkeypatch: pytest.MonkeyP
     control = Control(core, store, leadership, Finalizer(core, store, leadership, files), files, 6.0)
     # No look for the next hour but the first one, and glances that see nothing.
     monkeypatch.setattr(control, "_period", 3600.0)
-    monkeypatch.setattr(control._changes, "noticed", lambda: False)
+    monkeypatch.setattr(control.news._changes, "noticed", lambda: False)
     first = make_batch(store, 2)
-    threads = [core.spawn("control", control.run), core.spawn("watch", control.watch)]
+    threads = [core.spawn("control", control.run), core.spawn("watch", control.news.watch)]
     try:
         wait_until(lambda: first.id in core.book.batches, 60, "the first look")
         later: list[str] = []
