@@ -133,7 +133,7 @@ test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m 'engine and not slow' $(ARGS)
 
 .PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-sticky bench-vs-peers bench-peers-ray \
-  bench-occupancy bench-worker-shares bench-engine-loop bench-cache-trouble
+  bench-plan bench-occupancy bench-worker-shares bench-engine-loop bench-cache-trouble
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
 bench-small-batches: test-needs $(STAMPS)/dev ## ten thousand batches of five requests against one of fifty thousand
@@ -144,6 +144,8 @@ bench-fairness: $(STAMPS)/dev ## small batches behind a large one, and the use o
 	@$(BIN)/python -m benchmarks.fairness $(ARGS)
 bench-sticky: $(STAMPS)/dev ## what it saves to keep a prefix with one worker, on 2, 8 and 64 workers, simulated
 	@$(BIN)/python -m benchmarks.sticky $(ARGS)
+bench-plan: $(STAMPS)/dev ## what the order of the plan saves of prompts, against the file's own, simulated
+	@$(BIN)/python -m benchmarks.plan_order $(ARGS)
 bench-occupancy: test-needs model $(STAMPS)/dev ## how full the engine is over a batch of mixed answers, beside chunk after chunk
 	@$(BIN)/python -m benchmarks.occupancy $(ARGS)
 bench-worker-shares: test-needs model $(STAMPS)/dev ## what a fleet with vLLM spends its CPU time on

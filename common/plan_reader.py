@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,6 +14,9 @@ from common.store import Store
 PLAN_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("index", "<u4"), ("cost", "<u4"), ("shared", "<u4")])
 
 Records = npt.NDArray[np.void]
+
+#: Bytes of rows read at a time, about, by `some_rows`.
+_AT_ONCE = 4 << 20
 
 
 class PlanReader:
@@ -33,6 +38,20 @@ class PlanReader:
         if len(raw) != (end - start) * size:
             raise BatchmillError(f"{self._store.url}/{self._folder}/{PLAN} is damaged: it ends before position {end}")
         return np.frombuffer(raw, PLAN_DTYPE)
+
+    def some_rows(self, records: Records, kept: Sequence[int]) -> Iterator[bytes]:
+        """The encoded `Row`s of those `kept` (ascending) of consecutive plan records, read a few MiB at a time."""
+        wanted = iter(kept)
+        number = next(wanted, None)
+        at = 0
+        while number is not None:
+            begin = int(records["offset"][at])
+            end = max(at + 1, int(np.searchsorted(records["offset"], begin + _AT_ONCE)))
+            rows = self.rows(records[at:end]) if number < end else []
+            while number is not None and number < end:
+                yield rows[number - at]
+                number = next(wanted, None)
+            at = end
 
     def rows(self, records: Records) -> list[bytes]:
         """The encoded `Row`s of consecutive plan records (a slice of what `plan` gave)."""

@@ -6,15 +6,16 @@ Writers take a window at a time, so nobody ever holds more than the window at ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 from common.messages import Row
+from common.pieces import Body, length, whole
 from common.plan import PLAN_RECORD, Window
-from producers.planner import Planner
+from producers.planner import Key, Planner
 
 if TYPE_CHECKING:
     from common.plan_reader import Records
@@ -27,9 +28,9 @@ _WRITE_BYTES = 1 << 20
 _encode_row = msgspec.msgpack.Encoder().encode
 
 #: A valid request on its way into a window's plan: index, line (from 1), custom id (a JSON string literal), url code,
-#: body, key (`planner.prefix_key`), cost in tokens, how much of that is the answer. A bare tuple, as one is made for
+#: body, key (`planner.hold_key`), cost in tokens, how much of that is the answer. A bare tuple, as one is made for
 #: every request.
-WindowRow = tuple[int, int, bytes, int, bytes, bytes, int, int]
+WindowRow = tuple[int, int, bytes, int, Body, Key, int, int]
 
 
 class PlanWriter:
@@ -52,11 +53,11 @@ class PlanWriter:
         if rows:
             indexes, _, custom_ids, urls, bodies, keys, costs, outputs = zip(*rows, strict=True)
             planned, shared = self._planner.order(keys, bodies, costs, outputs)
-            for at, end in _parts([len(bodies[k]) for k in planned]):
+            for at, end in _parts([length(bodies[k]) for k in planned]):
                 part = planned[at:end]
                 self._write(
                     [
-                        _encode_row(Row(pos, indexes[k], custom_ids[k], urls[k], bodies[k]))
+                        _encode_row(Row(pos, indexes[k], custom_ids[k], urls[k], whole(bodies[k])))
                         for pos, k in enumerate(part, first + at)
                     ],
                     [indexes[k] for k in part],
@@ -65,18 +66,19 @@ class PlanWriter:
                 )
         self._close_window(first, index_start, index_end)
 
-    def copy(self, rows: Sequence[Row], records: Records, kept: Sequence[int], start: int, end: int) -> None:
+    def copy(self, rows: Iterable[Row], records: Records, kept: Sequence[int], start: int, end: int) -> None:
         """Write those `kept` of a window that has its order already (its plan: `records`), with new positions.
 
         `rows`: those that are kept; all have indexes in `[start, end)`.
         """
         first = self.planned
+        rows = iter(rows)
         costs = records["cost"][kept].tolist()
         given = records["shared"].tolist()
         # What two rows have in common, all between them have.
         shared = [min(given[start : n + 1]) for start, n in zip([0, *(n + 1 for n in kept[:-1])], kept, strict=False)]
-        for at, stop in _parts([len(row.body) for row in rows]):
-            part = rows[at:stop]
+        for at, stop in _parts(records["length"][kept].tolist()):
+            part = list(islice(rows, stop - at))
             self._write(
                 [_encode_row(Row(pos, r.index, r.custom_id, r.url, r.body)) for pos, r in enumerate(part, first + at)],
                 [r.index for r in part],

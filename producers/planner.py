@@ -22,11 +22,13 @@ block parts at its beginning, as it does for an engine.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from common.pieces import Body, Pieces, whole
 
 #: A window never holds more rows than this, nor more bytes of them in memory (bodies, keys and what each row takes
 #: besides); all later steps work window by window. Each window meets every prefix anew, so larger ones save more; these
@@ -78,6 +80,20 @@ def prefix_key(prompt: bytes) -> bytes:
     return b"".join(parts)
 
 
+#: A `prefix_key`, or its exact part and the rest.
+Key = bytes | tuple[bytes, bytes]
+#: Bytes of memory that the two take besides their own.
+_TWO = 104
+
+
+def hold_key(key: bytes, pieces: Pieces) -> tuple[Key, int]:
+    """The key of a row that is to be in memory with others, and how many bytes it takes that were not taken yet."""
+    if len(key) <= EXACT_BYTES:
+        return key, len(key)
+    exact, taken = pieces.share(key[:EXACT_BYTES])
+    return (exact, key[EXACT_BYTES:]), taken + len(key) - EXACT_BYTES + _TWO
+
+
 class Order(NamedTuple):
     """A window in planned order."""
 
@@ -107,13 +123,11 @@ class Planner:
         self._backwards = False
         self._last = b""
 
-    def order(
-        self, keys: Sequence[bytes], bodies: Sequence[bytes], costs: Sequence[int], outputs: Sequence[int]
-    ) -> Order:
+    def order(self, keys: Sequence[Key], bodies: Sequence[Body], costs: Sequence[int], outputs: Sequence[int]) -> Order:
         """The planned order of the next window: the same for the same windows.
 
-        `keys`: by `prefix_key`; `costs`: tokens of prompt and answer together; `outputs`: those of the answer. Among
-        rows of equal keys, those with equal bodies stand together; what is equal in both keeps its order.
+        `keys`: by `prefix_key`, held in any way; `costs`: tokens of prompt and answer together; `outputs`: those of the
+        answer. Among rows of equal keys, those with equal bodies stand together; what is equal in both keeps its order.
         """
         if not keys:
             return Order([], [])
@@ -124,15 +138,14 @@ class Planner:
             from producers.large_walk import walk
 
         sorted_ = _sorted(keys, bodies)
-        in_order = list(map(keys.__getitem__, sorted_))
-        blocks = _blocks_in_common(in_order, self._block)
+        blocks = _blocks_in_common(map(whole, map(keys.__getitem__, sorted_)), self._block)
         walked = walk(blocks, self._block, sorted_, costs, outputs, self._backwards)
         places = list(map(sorted_.__getitem__, walked.order))
         first = places[0]
-        common = bytes_of(_blocks_in_common([self._last, keys[first]], self._block)[1], self._block)
+        common = bytes_of(_blocks_in_common([self._last, whole(keys[first])], self._block)[1], self._block)
         common = min(common, (costs[first] - outputs[first]) * BYTES_PER_TOKEN, MAX_SHARED)
         walked.shared[0] = max(common - walked.base, 0)
-        self._last = keys[places[-1]]
+        self._last = whole(keys[places[-1]])
         self._backwards = not self._backwards
         return Order(places, walked.shared)
 
@@ -143,21 +156,33 @@ def bytes_of(blocks: int, block: int) -> int:
     return min(blocks, exact) * block + max(blocks - exact, 0) * STEP_BYTES
 
 
-def _sorted(keys: Sequence[bytes], bodies: Sequence[bytes]) -> list[int]:
+def _comparable(keys: Sequence[Key]) -> Sequence[Any]:
+    """The keys, all of one type, which sort as their bytes do: two parts are compared only where the first is full."""
+    if not any(isinstance(key, tuple) for key in keys):
+        return keys
+    return [key if isinstance(key, tuple) else (key, b"") for key in keys]
+
+
+def _sorted(given: Sequence[Key], bodies: Sequence[Body]) -> list[int]:
+    keys = _comparable(given)
     planned = sorted(range(len(keys)), key=keys.__getitem__)
+
+    def digest(n: int) -> bytes:
+        return xxh3_128_digest(whole(bodies[n]))
+
     # Bodies are looked at only where keys are equal, which is rare enough to keep them out of the sort.
     start = 0
     for at, (left, right) in enumerate(pairwise(planned), 1):
         if keys[left] != keys[right]:
             if at - start > 2:
-                planned[start:at] = sorted(planned[start:at], key=bodies.__getitem__)
+                planned[start:at] = sorted(planned[start:at], key=digest)
             start = at
     if len(planned) - start > 2:
-        planned[start:] = sorted(planned[start:], key=bodies.__getitem__)
+        planned[start:] = sorted(planned[start:], key=digest)
     return planned
 
 
-def _blocks_in_common(keys: Sequence[bytes], block: int) -> list[int]:
+def _blocks_in_common(keys: Iterable[bytes], block: int) -> list[int]:
     """Whole first blocks that each key has in common with the one before it; 0 for the first one.
 
     `EQUAL` for a key that is the same.

@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 from common.determined import canonical, determined, read
 from common.engine_arguments import argument
 from common.errors import InvalidInput, UsageError
+from common.pieces import whole
 from common.places import expanded, models_dir
 from common.registry import ModelVersion, Registry
 from common.settings import Settings
@@ -71,10 +72,12 @@ class _Tally:
         prompts: list[list[Blocks]] = []
         for at in range(0, len(rows), _AT_ONCE):
             # Bodies as objects are many times their size.
-            prompts += self._counter.count([asked(row[3], row[4]) for row in rows[at : at + _AT_ONCE]], self._block)
+            prompts += self._counter.count(
+                [asked(row[3], whole(row[4])) for row in rows[at : at + _AT_ONCE]], self._block
+            )
         fits = np.ones(len(rows), bool)
         for number, (_, _, _, url, body, _, _, output) in enumerate(rows):
-            fields = read(body)
+            fields = read(whole(body))
             tokens = [prompt.tokens for prompt in prompts[number]]
             answer = output if self._context is None else room(self._context, url, fields, tokens, output)
             fits[number] = answer is not None

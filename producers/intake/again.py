@@ -93,13 +93,13 @@ def _copy(store: Store, earlier: Batch, writer: PlanWriter) -> None:
             continue
         # The new index of a request is its rank among those that are kept.
         ranks = np.argsort(np.argsort(records["index"][where], kind="stable"), kind="stable") + writer.planned
-        encoded = reader.rows(records)
-        kept = [
-            msgspec.structs.replace(decode(encoded[n]), index=rank)
-            for n, rank in zip(where.tolist(), ranks.tolist(), strict=True)
-        ]
+        kept = where.tolist()
+        rows = (
+            msgspec.structs.replace(decode(encoded), index=rank)
+            for encoded, rank in zip(reader.some_rows(records, kept), ranks.tolist(), strict=True)
+        )
         first = writer.planned
-        writer.copy(kept, records, where.tolist(), first, first + len(kept))
+        writer.copy(rows, records, kept, first, first + len(kept))
 
 
 def _unanswered(store: Store, batch_id: str) -> Iterator[int]:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from common.errors import InvalidInput
+from common.pieces import Pieces
 from producers.intake.duplicates import Duplicate, Duplicates
 from producers.intake.explain import Refused
 from producers.intake.reader import ENDLESS, read_lines
@@ -14,7 +15,7 @@ from producers.intake.refusals import SHOWN, LineError, Refusal, Refusals, Repor
 from producers.intake.rules import Rules
 from producers.intake.source import Source
 from producers.plan_file import WindowRow
-from producers.planner import WINDOW_BYTES, WINDOW_ROWS
+from producers.planner import WINDOW_BYTES, WINDOW_ROWS, hold_key
 
 if TYPE_CHECKING:
     from producers.invalid_file import InvalidWriter
@@ -68,6 +69,7 @@ class Reading:
         self._refused: list[Refusal] = []
         #: Valid so far in the window at hand.
         self._rows: list[WindowRow] = []
+        self._pieces = Pieces()
         self._window_start = 0
         self._lines = 0
         self._cost = 0
@@ -91,7 +93,7 @@ class Reading:
         """Read to the end; rows go to `writer` window by window, as long as the batch may still come to be."""
         check = self._rules.check
         source = self._source
-        rows = self._rows
+        rows, pieces = self._rows, self._pieces
         number = index = size = cost_sum = 0
         window_end = WINDOW_ROWS
         for lines, utf8, endless in read_lines(source.blocks(), self._rules.longest):
@@ -114,15 +116,20 @@ class Reading:
                     custom_id, url, body, key, cost, output = checked
                     cost_sum += cost
                     if writer is not None:
-                        need = len(body) + len(key) + len(custom_id) + _ROW_EXTRA
+                        held, taken = pieces.hold(body)
+                        held_key, more = hold_key(key, pieces)
+                        need = taken + more + len(custom_id) + _ROW_EXTRA
                         if size + need > WINDOW_BYTES and size:
                             self._close_window(writer, index)
                             window_end = index + WINDOW_ROWS
                             size = 0
+                            held, taken = pieces.hold(body)
+                            held_key, more = hold_key(key, pieces)
+                            need = taken + more + len(custom_id) + _ROW_EXTRA
                         size += need
                     else:
-                        body = key = b""
-                    rows.append((index, number, custom_id, url, body, key, cost, output))
+                        held = held_key = b""
+                    rows.append((index, number, custom_id, url, held, held_key, cost, output))
                     index += 1
                 if index >= window_end:
                     self._close_window(writer, index)
@@ -173,6 +180,7 @@ class Reading:
             dropped = {r.index for r in repeats}
             writer.add([r for r in rows if r[0] not in dropped] if dropped else rows, self._window_start, index_end)
         rows.clear()
+        self._pieces.clear()
         self._window_start = index_end
 
     def repeats(self) -> Iterator[Duplicate]:

@@ -211,8 +211,8 @@ def _without_repeats(spool: Spool, reading: Reading, made: PlanWriter) -> PlanWr
                 repeat = next(repeats, None)
             records = reader.plan(window.pos_start, window.pos_end)
             kept = [n for n, index in enumerate(records["index"].tolist()) if index not in dropped]
-            rows = reader.rows(records)
-            writer.copy([decode(rows[n]) for n in kept], records, kept, window.index_start, window.index_end)
+            rows = map(decode, reader.some_rows(records, kept))
+            writer.copy(rows, records, kept, window.index_start, window.index_end)
     return writer
 
 

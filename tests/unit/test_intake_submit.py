@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from common.errors import UsageError
 from common.messages import Row, decode_rows
+from common.pieces import Pieces
 from common.registry import ModelVersion, Registry
 from common.settings import Cache, Inference, Scheduler, Settings
 from common.store import LocalStore
@@ -221,6 +222,31 @@ def test_windows_end_by_bytes_too(store: LocalStore, monkeypatch: pytest.MonkeyP
     assert max(w.pos_end - w.pos_start for w in batch.windows) > 2
     assert all(size <= 5000 or w.pos_end - w.pos_start == 1 for size, w in zip(sizes, batch.windows, strict=True))
     assert [r.index for r in sorted(rows_of(store, batch), key=lambda r: r.index)] == list(range(20))
+
+
+def test_what_many_begin_with_fills_no_window(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten documents, and twenty questions on each: planned together in the memory of a few, and answered as asked."""
+    monkeypatch.setattr("producers.intake.reading.WINDOW_BYTES", 600_000)
+    texts = [f"{n % 10}" * 12_000 + f"question {n}" for n in range(200)]
+    data = b"\n".join(chat(f"{n}", text) for n, text in enumerate(texts))
+    batch = submit_bytes(data, store, Settings(), REGISTRY, Options())
+    assert len(batch.windows) == 1
+    rows = decode_rows(BatchFiles(store, batch).rows(np.arange(200, dtype=np.uint32)))
+    bodies = [json.loads(row.body) for row in sorted(rows, key=lambda row: row.index)]
+    assert [body["messages"][0]["content"] for body in bodies] == texts
+    assert len({row.index % 10 for row in rows[:20]}) == 1, "and each document is read once"
+    held: list[int] = []
+    clear = Pieces.clear
+
+    def counted(pieces: Pieces) -> None:
+        held.append(len(pieces._known))
+        clear(pieces)
+
+    monkeypatch.setattr(Pieces, "clear", counted)
+    alone = b"\n".join(chat(f"{n}", " ".join(str(n + 200 * k) for k in range(2500))) for n in range(200))
+    batch = submit_bytes(alone, store, Settings(), REGISTRY, Options())
+    assert len(batch.windows) > 4
+    assert len(held) >= len(batch.windows), "nothing of a window is kept"
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n  \r\n\t\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])

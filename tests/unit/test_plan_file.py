@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common import plan_reader
 from common.errors import BatchmillError
 from common.ids import new_batch_id
 from common.messages import Row, decode_rows
@@ -84,7 +85,11 @@ def test_a_plan_comes_back_as_it_was(windows: list[list[Given]], data: st.DataOb
         assert decode_rows(files.rows(np.array(some, np.uint32))) == [rows[n] for n in some]
 
 
-def test_a_window_written_again_gets_new_positions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1, 5000, 1 << 30])
+def test_a_window_written_again_gets_new_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(plan_reader, "_AT_ONCE", at_once)
     store = LocalStore(tmp_path)
     # Ten bodies that have a block, or nothing, in common with their neighbours.
     write(store, "old", [[(b'"%d"' % n, 3, b"%d" % (n % 10) * 64 + b"%d" % n, n + 1000) for n in range(5000)]])
@@ -92,10 +97,12 @@ def test_a_window_written_again_gets_new_positions(tmp_path: Path) -> None:
     records = reader.plan(0, 5000)
     kept = [n for n, index in enumerate(records["index"].tolist()) if index % 3]
     rows = [decode_rows(b"\xdd\0\0\0\1" + r)[0] for r in reader.rows(records)]
+    wanted = [decode_rows(b"\xdd\0\0\0\1" + r)[0] for r in reader.some_rows(records, kept)]
+    assert wanted == [rows[n] for n in kept]
     batch = make_batch(len(kept))
     with store.open_write(f"batches/{batch.id}/rows") as file, store.open_write(f"batches/{batch.id}/plan") as plan:
         writer = PlanWriter(file, plan)
-        writer.copy([rows[n] for n in kept], records, kept, 0, 5000)
+        writer.copy(iter(wanted), records, kept, 0, 5000)
     assert writer.windows == [Window(0, len(kept), 0, 5000)]
     again = decode_rows(BatchFiles(store, batch).rows(np.arange(len(kept), dtype=np.uint32)))
     assert again == [Row(pos, rows[n].index, *_tail(rows[n])) for pos, n in enumerate(kept)]

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from common.pieces import Pieces
 from producers import planner as planner_module
 from producers.analyze.kv_cache import KvCache
-from producers.planner import BLOCK, EXACT_BYTES, MAX_COST, STEP_BYTES, Order, Planner, prefix_key, token_cost
+from producers.planner import BLOCK, EXACT_BYTES, MAX_COST, STEP_BYTES, Order, Planner, hold_key, prefix_key, token_cost
 
 #: Few letters, so that prefixes are shared; many lengths.
 prompts = st.lists(st.text("ab", max_size=12).map(str.encode), max_size=120)
@@ -136,6 +137,44 @@ def test_what_was_seen_last_in_one_window_comes_first_in_the_next() -> None:
     assert found > 10 * 400 + 9 * 140
 
 
+#: None is the beginning of another: the last token of a prompt is always computed, and whose that is would count.
+ended = st.tuples(st.text("ab", max_size=8).map(lambda text: text.encode() + b"."), st.integers(0, 3))
+
+
+@given(st.lists(st.lists(ended, min_size=1, max_size=100), min_size=1, max_size=3), st.integers(0, 60))
+@settings(deadline=None)
+def test_a_window_computes_each_prefix_once_whatever_the_cache(
+    windows: list[list[tuple[bytes, int]]], spare: int
+) -> None:
+    """No order of a window saves more, that of the file neither, if the cache has room for each request by itself.
+
+    So the file's order can only be better by the prefixes that a later window meets anew.
+    """
+    planner, blocks = Planner(1), max(len(key) + answer for rows in windows for key, answer in rows) + spare
+    cache = KvCache(blocks)
+    for rows in windows:
+        keys = [key for key, _ in rows]
+        places = planned(planner, keys, [max(1, answer) for _, answer in rows]).places
+        assert cached(cache, [rows[n] for n in places]) >= cached(KvCache(1 << 40), rows)
+        assert cached(KvCache(blocks), [rows[n] for n in places]) >= cached(KvCache(blocks), rows)
+
+
+def cached(cache: KvCache, rows: list[tuple[bytes, int]]) -> int:
+    """Blocks of one byte that are found when these prompts, with answers of so many blocks, enter one by one."""
+    found = 0
+    for key, answer in rows:
+        chain = [int.from_bytes(key[: n + 1], "big") for n in range(len(key))]
+        found += cache.enter(chain, len(key) - 1, answer)
+    return found
+
+
+def test_the_first_row_of_a_window_says_what_it_shares_with_the_last_of_the_one_before() -> None:
+    planner, stem = Planner(), b"s" * 640
+    assert planned(planner, [stem + b"a", stem + b"b"], [9, 9]).shared == [0, 0], "all have the stem, and none before"
+    assert planned(planner, [stem + b"c"], [9]).shared == [640]
+    assert planned(planner, [b"other"], [9]).shared == [0]
+
+
 def test_long_prompts_stand_together_by_what_they_share() -> None:
     """Beyond the exact part the key holds hashes; rows of one conversation must still not be torn apart."""
     stems = [bytes([65 + n]) * (EXACT_BYTES + 3 * STEP_BYTES) for n in range(5)]
@@ -160,6 +199,18 @@ def test_a_key_tells_prompts_apart_that_differ_anywhere() -> None:
     prompt = b"p" * (EXACT_BYTES + 10 * STEP_BYTES + 17)
     keys = {prefix_key(prompt[:n] + b"X" + prompt[n + 1 :]) for n in range(0, len(prompt), 97)}
     assert len(keys) == len(range(0, len(prompt), 97))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([b"", b"p", b"q"]), st.integers(-2, 3), st.text("ab", max_size=3)), max_size=60)
+)
+def test_keys_that_share_their_exact_part_in_memory_sort_as_they_do_apart(given: list[tuple[bytes, int, str]]) -> None:
+    """Lengths around those at which a key gets a second part, which those below do not have."""
+    texts = [stem * (EXACT_BYTES + more) + end.encode() for stem, more, end in given]
+    pieces, costs = Pieces(), [9] * len(texts)
+    keys = [prefix_key(text) for text in texts]
+    held = [hold_key(key, pieces)[0] for key in keys]
+    assert Planner().order(held, texts, costs, costs) == Planner().order(keys, texts, costs, costs)
 
 
 def test_costs_are_positive_and_fit_the_plan() -> None:

@@ -16,6 +16,7 @@ from common.errors import UsageError
 from common.ids import is_batch_id
 from common.lines import Marks
 from common.messages import Row
+from common.pieces import Body, Pieces, whole
 from common.plan import Window
 from common.plan_reader import PlanReader
 from common.store import Store
@@ -100,7 +101,8 @@ class FinishedBatch:
                         space = spaces.get(mark)
                         if space is None:
                             space = spaces[mark] = Space(line.batchmill.model, mark, everything=everything, today=None)
-                        key = space.key(self._batch.tenant, row.url, row.body)
+                        url, body = row
+                        key = space.key(self._batch.tenant, url, whole(body))
                         if key is not None:
                             self.tally.determined += 1
                             yield key, bytes(line.response.body)
@@ -125,10 +127,11 @@ class FinishedBatch:
         except msgspec.DecodeError:
             raise UsageError(f"{self._where} is damaged: line {self.tally.lines + 1} is no result") from None
 
-    def _rows(self, reader: PlanReader, window: Window) -> dict[bytes, Row]:
-        found: dict[bytes, Row] = {}
+    def _rows(self, reader: PlanReader, window: Window) -> dict[bytes, tuple[int, Body]]:
+        found: dict[bytes, tuple[int, Body]] = {}
+        pieces = Pieces()
         for start in range(window.pos_start, window.pos_end, _ROWS):
             for data in reader.rows(reader.plan(start, min(start + _ROWS, window.pos_end))):
                 row = _decode_row(data)
-                found[row.custom_id] = row
+                found[row.custom_id] = row.url, pieces.hold(row.body)[0]
         return found
