@@ -334,7 +334,7 @@ def test_warm_takes_what_the_model_keeps_and_says_what_it_left_out(
 
 
 def test_what_cannot_be_reached_or_is_not_there_is_one_line(
-    server: CacheServer, run: Run, monkeypatch: pytest.MonkeyPatch
+    server: CacheServer, run: Run, redis_of_module: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UsageError, match="no-such-file: No such file"):
         run("import", "no-such-file")
@@ -346,6 +346,11 @@ def test_what_cannot_be_reached_or_is_not_there_is_one_line(
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1/0 does not answer") as caught:
         run("stats")
     assert "secret" not in str(caught.value)
+    with redis_of_module.client(0) as client:
+        client.acl_deluser("nobody")
+    monkeypatch.setenv("BATCHMILL_CACHE_URL", f"redis://nobody:secret@127.0.0.1:{redis_of_module.port}/0")
+    with pytest.raises(Unreachable, match="refuses to log us in"):
+        run("stats")
     monkeypatch.delenv("BATCHMILL_CACHE_URL")
     with pytest.raises(UsageError, match=r"cache\.url is not set"):
         run("stats")

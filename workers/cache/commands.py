@@ -296,6 +296,10 @@ def _server(settings: Settings) -> Iterator[CacheServer]:
                 "delete its keys that begin with bm:cache/ (figures and epochs, no answers), then try again"
             ) from None
         raise Unreachable(f"cache.url: {settings.cache.url} refuses: {exc}") from None
+    except redis.AuthenticationError:
+        raise Unreachable(
+            f"cache.url: {settings.cache.url} refuses to log us in; it takes redis://USER:PASSWORD@HOST:PORT/0"
+        ) from None
     except redis.RedisError as exc:
         why = f"cache.url: {settings.cache.url} does not answer: {type(exc).__name__}: {exc}"
         if str(places.fleet_dir()) in unquote(settings.cache.url):
