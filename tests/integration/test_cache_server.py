@@ -6,6 +6,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -412,6 +413,50 @@ def test_it_is_used_again_once_it_is_back(
         wait_until(written, 30, "it is written")
 
 
+def test_what_was_answered_while_the_server_was_away_is_written_later(
+    make: Make, opened: Opened, cache_server: RedisServer
+) -> None:
+    cache = opened(make(sync_interval_ms=600_000, local_mb=0))
+    cache.check()
+    cache.put(key(0), b"before")
+    cache._flush()
+    cache_server.kill()
+    cache.put(key(1), b"met it")
+    cache._flush()
+    assert not cache._breaker.closed
+    cache.put(key(2), b"meanwhile")
+    cache._flush()
+    cache_server.start()
+    cache._try_again()
+    cache._flush()
+    with cache_server.client(0) as client:
+        assert client.exists(*(b"bm:cache:" + key(number) for number in range(3))) == 3
+    assert cache._pending_bytes == 0
+    assert cache._server.counts()["m@1"] == {"written": 3}
+
+
+def test_what_waits_for_the_server_does_not_outlive_its_time(
+    make: Make, opened: Opened, cache_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened(make(sync_interval_ms=600_000, local_mb=0, ttl_s=1000))
+    cache.check()
+    cache.put(key(1), b"old")
+    now = time.monotonic()
+
+    def at(seconds: float) -> None:
+        clock = SimpleNamespace(monotonic=lambda: now + seconds)
+        monkeypatch.setattr("workers.cache.result_cache.time", clock)
+
+    at(999)
+    cache.put(key(2), b"new")
+    assert len(cache.get([key(1), key(2)])) == 2
+    at(1001)
+    assert cache.get([key(1), key(2)]) == {key(2): b"new"}
+    cache._flush()
+    with cache_server.client(0) as client:
+        assert [client.exists(b"bm:cache:" + key(number)) for number in (1, 2)] == [0, 1]
+
+
 def test_what_was_cleared_is_forgotten_by_every_worker_at_once(make: Make, opened: Opened) -> None:
     settings = make()
     cache, server = opened(settings), CacheServer(settings, 5)
@@ -495,6 +540,9 @@ def test_every_answer_is_counted_as_written_or_dropped(
     cache._flush()
     cache.put(key(1000), b"answer")
     cache._flush()
+    # The rest waits for the server to come back, and now no longer.
+    assert [counter._value.get() - was for counter, was in zip(counters, before, strict=True)] == [128, 0]
+    cache.close()
     assert [counter._value.get() - was for counter, was in zip(counters, before, strict=True)] == [128, 73]
 
 

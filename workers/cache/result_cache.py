@@ -7,11 +7,13 @@ which nobody waits for, has found Redis well again.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import redis
+from prometheus_client import Counter
 from redis.exceptions import ResponseError
 
 from common import logs, metrics
@@ -51,7 +53,8 @@ class ResultCache:
         self._local = LocalCache(settings.cache.local_mb << 20, settings.cache.ttl_s)
         self._breaker = Breaker()
         self._lock = threading.Lock()
-        self._pending: dict[bytes, bytes] = {}
+        #: Answers that wait to be written, and when they are too old for it.
+        self._pending: dict[bytes, tuple[bytes, float]] = {}
         self._pending_bytes = 0
         self._touched: dict[bytes, None] = {}
         #: Figures that the server was not told yet.
@@ -121,7 +124,7 @@ class ResultCache:
             if self._pending_bytes + len(body) > PENDING_BYTES:
                 metrics.CACHE_DROPPED.inc()
                 return
-            self._pending[key] = body
+            self._pending[key] = body, time.monotonic() + (self._settings.ttl_s or math.inf)
             self._pending_bytes += len(body)
 
     def close(self) -> None:
@@ -132,10 +135,13 @@ class ResultCache:
 
     def _here(self, keys: list[bytes]) -> dict[bytes, bytes]:
         """What this process has."""
-        found = {}
+        found, now = {}, time.monotonic()
         for key in keys:
-            # What is too large for the one may still wait in the other.
-            body = self._local.get(key) or self._pending.get(key)
+            body = self._local.get(key)
+            if body is None:
+                # What is too large for the one may still wait in the other.
+                waiting, end = self._pending.get(key, (None, 0.0))
+                body = waiting if now < end else None
             if body is not None:
                 found[key] = body
         return found
@@ -169,9 +175,7 @@ class ResultCache:
             before, self._epoch = self._epoch, epoch
             if before is None or before == epoch:
                 return
-            metrics.CACHE_DROPPED.inc(len(self._pending))
-            self._pending.clear()
-            self._pending_bytes = 0
+            self._forget(list(self._pending), metrics.CACHE_DROPPED)
             self._local.clear()
 
     def _write(self) -> None:
@@ -183,6 +187,8 @@ class ResultCache:
                 self._used = False
                 self._guarded(self._look)
         self._flush()
+        with self._lock:
+            self._forget(list(self._pending), metrics.CACHE_DROPPED)
 
     def _try_again(self) -> None:
         try:
@@ -212,31 +218,25 @@ class ResultCache:
         metrics.CACHE_EVICTED.set(facts.evicted)
 
     def _flush(self) -> None:
+        """Write what waits; what a server that is away could not take waits on, as far as there is room for it."""
         if self._pending and self._breaker.closed:
             # What was cleared while it waited here must not come back.
             self._guarded(lambda: self._note(self._server.get([])[0]))
-        with self._lock:
-            batch, self._pending = self._pending, {}
-            self._pending_bytes = 0
-            touched, self._touched = list(self._touched), {}
         if not self._breaker.closed:
-            # What a cache cannot take is not kept for it.
-            metrics.CACHE_DROPPED.inc(len(batch))
             return
-        self._guarded(lambda: self._flush_to_server(list(batch.items()), touched))
+        with self._lock:
+            now = time.monotonic()
+            old = [key for key, (_, end) in self._pending.items() if end <= now]
+            self._forget(old, metrics.CACHE_DROPPED)
+            waiting = [(key, body) for key, (body, _) in self._pending.items()]
+            touched, self._touched = list(self._touched), {}
+        self._guarded(lambda: self._flush_to_server(waiting, touched))
 
     def _flush_to_server(self, entries: list[tuple[bytes, bytes]], touched: list[bytes]) -> None:
-        written = 0
-        try:
-            for at in range(0, len(entries), KEYS_AT_ONCE):
-                written += self._put_part(entries[at : at + KEYS_AT_ONCE])
-        finally:
-            # Each answer that was handed over is counted once, also when the server goes away in the middle.
-            metrics.CACHE_WRITTEN.inc(written)
-            metrics.CACHE_DROPPED.inc(len(entries) - written)
-            with self._lock:
-                self._untold["written"] += written
-                figures = dict(self._untold)
+        for at in range(0, len(entries), KEYS_AT_ONCE):
+            self._put_part(entries[at : at + KEYS_AT_ONCE])
+        with self._lock:
+            figures = dict(self._untold)
         try:
             for at in range(0, len(touched), 1024):
                 self._server.touch(touched[at : at + 1024])
@@ -248,18 +248,29 @@ class ResultCache:
             for name, number in figures.items():
                 self._untold[name] -= number
 
-    def _put_part(self, part: list[tuple[bytes, bytes]]) -> int:
-        """Write entries; how many were."""
+    def _put_part(self, part: list[tuple[bytes, bytes]]) -> None:
+        """Write entries, which then wait no longer; each is counted once, as written or as dropped."""
         try:
             self._server.put([(key, self._values.pack(key, body)) for key, body in part])
         except ResponseError as exc:
             # Full, on a full disk, a replica: it answers, so lookups go on.
             if not self._full:
-                self._full = True
                 log.warning("the result cache takes nothing more; new answers are not kept", reason=refusal(exc))
-            return 0
-        self._full = False
-        return len(part)
+            self._full = True
+        else:
+            self._full = False
+        with self._lock:
+            # Not what was cleared meanwhile, nor what came after it.
+            written = [key for key, body in part if key in self._pending and self._pending[key][0] is body]
+            self._forget(written, metrics.CACHE_DROPPED if self._full else metrics.CACHE_WRITTEN)
+            if not self._full:
+                self._untold["written"] += len(written)
+
+    def _forget(self, keys: Sequence[bytes], counter: Counter) -> None:
+        """Let answers wait no longer; under the lock."""
+        for key in keys:
+            self._pending_bytes -= len(self._pending.pop(key)[0])
+        counter.inc(len(keys))
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:
