@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.support.ports import wait_until
 from tests.support.processes import Processes
 
 MODELS = """\
@@ -15,6 +16,30 @@ models:
     engine: { max_num_seqs: 4, max_model_len: 4096 }
     hardware: { gpus: 0 }
 """
+
+
+def test_a_point_that_takes_too_long_is_a_row_and_a_sweep_that_is_killed_leaves_nothing(
+    tmp_path: Path, processes: Processes
+) -> None:
+    (tmp_path / "models.yaml").write_text(MODELS)
+    sample = tmp_path / "sample.jsonl"
+    sample.write_text('{"body":{"prompt":"x","max_tokens":1}}\n')
+    env = {
+        "BATCHMILL_MODELS": str(tmp_path / "models.yaml"),
+        "BATCHMILL_INFERENCE_ENGINE": "echo",
+        # It never answers in the time of a test.
+        "BATCHMILL_ECHO_LATENCY_MS": "3600000",
+    }
+    argv = ["-m", "workers", "tune", "--sample", str(sample), "--model", "echo-test"]
+    argv += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+    slow = processes.python("slow", *argv, "--timeout", "1", env=env)
+    assert slow.wait() == 2
+    assert "no engine of the sweep answered the sample; the first said: took longer than 1 s" in slow.lines[-1]
+    killed = processes.python("killed", *argv, env=env)
+    wait_until(lambda: bool(killed.children()), 60, "a point runs")
+    killed.kill()
+    processes.wait_gone()
+    assert (tmp_path / "models.yaml").read_text() == MODELS
 
 
 def test_a_point_that_dies_is_a_row_and_the_best_of_the_others_is_found(tmp_path: Path, processes: Processes) -> None:

@@ -132,6 +132,42 @@ def test_duplicates_are_those_that_ask_the_same(fleet: Path) -> None:
     assert (found.duplicates.prompt_tokens, found.duplicates.output_tokens) == (10, 10)
 
 
+def test_the_last_token_of_a_prompt_is_always_computed(fleet: Path) -> None:
+    """Of two equal prompts of three full blocks the second finds two, as in vLLM."""
+    bodies = [{"prompt": "x" * 4 * 3 * 128, "max_tokens": 1}] * 2
+    assert look(write(fleet / "a.jsonl", bodies)).planned.cached_tokens == 2 * 128
+
+
+def test_the_same_body_for_another_endpoint_asks_something_else(fleet: Path) -> None:
+    file = fleet / "a.jsonl"
+    body = {"input": "x" * 40, "temperature": 0}
+    lines = [{"custom_id": url, "url": url, "body": body} for url in ("/v1/embeddings", "/v1/responses")]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert look(str(file)).duplicates.requests == 0
+
+
+def test_what_a_duplicate_saves_of_its_prompt_the_kv_cache_has_not_saved_already(fleet: Path) -> None:
+    body = {"prompt": "x" * 4 * 1280, "max_tokens": 10, "temperature": 0}
+    found = look(write(fleet / "a.jsonl", [body] * 2), kv_tokens=1_000_000)
+    # 1,280 tokens and 128 at 1,000 a second, two answers of 10 at 100 a second.
+    seconds = found.forecasts[0].seconds
+    assert (found.planned.computed_tokens, seconds.planned) == (1408, 1.608)
+    assert seconds.deduplicated == pytest.approx(1.608 - 0.1 - 1280 / 2560 * 1.408)
+
+
+def test_the_size_of_a_cache_on_a_cpu_follows_from_the_model(fleet: Path) -> None:
+    (fleet / "model").mkdir()
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 4}
+    (fleet / "model" / "config.json").write_text(json.dumps(shape))
+    (fleet / "models.yaml").write_text(
+        f"models: {{m@1: {{source: {fleet}/model, hardware: {{gpus: 0, cpu_kv_gb: 0.5}}}}}}\ndefault: m@1\n"
+    )
+    found = look(write(fleet / "a.jsonl", [{"prompt": "x", "max_tokens": 1}]))
+    # Keys and values of four layers, two heads of 64 numbers of two bytes.
+    assert found.kv_tokens == 2**29 // (2 * 4 * 2 * 64 * 2)
+    assert (found.block_tokens, "cpu_kv_gb" in found.kv_said) == (128, True)
+
+
 def test_time_and_money_follow_from_the_rates(fleet: Path) -> None:
     body = {"prompt": "x" * 400, "max_tokens": 100, "temperature": 0}
     found = look(write(fleet / "a.jsonl", [body] * 4))
@@ -256,6 +292,29 @@ def test_the_models_own_tokenizer_and_template_count(fleet: Path, model_folder: 
     assert found.counted == "by the tokenizer of m@1"
     # <s> [ user ] a b a [ assistant ]
     assert found.prompt_tokens == 10 + 10 + 8 + 5
+
+
+def test_a_template_is_given_what_the_request_gives_it_and_a_plain_prompt_the_tokens_that_templates_write(
+    fleet: Path, model_folder: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    (model_folder / "chat_template.jinja").write_text(
+        "{% for t in tools or [] %}a {% endfor %}{% if deep %}a a {% endif %}{{ messages[0].content }}"
+    )
+    file = str(model_folder / "tokenizer.json")
+    words = tokenizers.Tokenizer.from_file(file)
+    words.post_processor = tokenizers.processors.TemplateProcessing("b $A", "b $A b $B", [("b", 2)])
+    words.save(file)
+    messages = [{"role": "user", "content": "a"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+    def tokens(**body: Any) -> int:
+        return look(write(fleet / "a.jsonl", [body | {"max_tokens": 1}])).prompt_tokens
+
+    assert tokens(messages=messages) == 1
+    assert tokens(messages=messages, tools=[tool] * 3) == 4
+    assert tokens(messages=messages, chat_template_kwargs={"deep": True}) == 3
+    assert tokens(prompt="a") == 2
 
 
 def test_without_a_template_it_says_so(fleet: Path, model_folder: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -14,7 +16,8 @@ from common import plain_yaml
 from common.errors import UsageError
 from common.registry import ModelVersion
 from workers.cli import app
-from workers.tune import edit, sample, sweep
+from workers.lane import Lane
+from workers.tune import edit, point, sample, sweep
 from workers.tune.point import Measured, Numbers, with_numbers
 
 VALUES = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
@@ -96,7 +99,9 @@ def test_the_file_keeps_its_mode_and_its_name_is_replaced_whole(tmp_path: Path) 
     path.chmod(0o640)
     link = tmp_path / "link.yaml"
     link.symlink_to(path)
-    edit.write(link, "a@1", VALUES, "fast")
+    with path.open() as before:
+        edit.write(link, "a@1", VALUES, "fast")
+        assert before.read() == BLOCK, "who reads it meanwhile, or after a kill in the middle, has all of the old one"
     assert link.is_symlink()
     assert path.read_text() == edit.with_values(BLOCK, "a@1", VALUES, "fast")
     assert path.stat().st_mode & 0o777 == 0o640
@@ -184,6 +189,40 @@ def test_a_sample_is_read_in_every_form_that_submit_takes(tmp_path: Path, form: 
         path.write_bytes(data[:-20])
         with pytest.raises(UsageError, match="cut off or damaged"):
             sample.read(path, 10_000)
+
+
+def test_a_sample_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
+    """Each engine of a sweep reads it; a pipe that nobody writes into would be waited for without end."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", Path("-"), Path("/dev/null")):
+        with pytest.raises(UsageError, match="is no regular file") as told:
+            sample.read(name, 9)
+        assert "each engine" in str(told.value)
+
+
+@pytest.mark.parametrize(("asked", "chunk"), [(3, 3), (0, 64)])
+def test_a_point_feeds_its_engine_in_chunks_of_the_size_that_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int, chunk: int
+) -> None:
+    (tmp_path / "models.yaml").write_text(BLOCK)
+    (tmp_path / "sample.jsonl").write_text('{"body":{"prompt":"x","max_tokens":1}}\n' * 100)
+    monkeypatch.setenv("BATCHMILL_MODELS", str(tmp_path / "models.yaml"))
+    monkeypatch.setenv("BATCHMILL_INFERENCE_ENGINE", "echo")
+    monkeypatch.setenv("BATCHMILL_SCHEDULER_CHUNK_REQUESTS", "64")
+    sizes: list[int] = []
+    enter = Lane.enter
+
+    def entered(lane: Lane, work: Any, rows: range) -> None:
+        sizes.append(len(rows))
+        enter(lane, work, rows)
+
+    monkeypatch.setattr(Lane, "enter", entered)
+    wanted = point.Wanted(
+        model="a@1", numbers=_numbers(8, 64, asked), sample=str(tmp_path / "sample.jsonl"), requests=100
+    )
+    measured = point.measure(wanted)
+    assert (measured.problem, measured.answered) == (None, 100)
+    assert (max(sizes), sum(sizes)) == (chunk, 100)
 
 
 def test_sizes_with_letters_are_numbers() -> None:

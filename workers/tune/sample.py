@@ -33,6 +33,8 @@ def read(path: Path, most: int) -> list[tuple[int, bytes]]:
     Plain, gzip or zstd, told by the first bytes, a BOM left out, as `producers submit` takes a file.
     """
     found: list[tuple[int, bytes]] = []
+    if (path.exists() and not path.is_file()) or str(path) == "-":
+        raise UsageError(f"{path}: is no regular file, and each engine of the sweep reads it anew; name one")
     try:
         with open(path, "rb") as file, _unpacked(file) as lines:
             for number, line in enumerate(lines, 1):

@@ -66,6 +66,16 @@ def test_batches_share_by_what_their_answers_cost_not_by_what_they_might() -> No
     assert second["short"] - first["short"] == pytest.approx(second["long"] - first["long"], rel=0.3)
 
 
+def test_what_a_new_batch_costs_is_thought_to_be_as_others_have_shown() -> None:
+    bench = Bench(book_batch("a", 16))
+    bench.lane.costs.add(1e9, 1e8)
+    drafted = bench.draft()
+    chunk = bench.send_picks([p._replace(cost=1000) for p in drafted.picks])  # type: ignore[union-attr]
+    share = bench.book.out[chunk].shares[0]
+    assert share.cost > 0
+    assert share.charged == pytest.approx(share.cost / 10, rel=0.01)
+
+
 def test_the_share_of_the_work_counts_long_requests_for_more() -> None:
     bench = Bench(msgspec.structs.replace(book_batch("a", 16), cost=16_000))
     progress = bench.book.batches["a"]
