@@ -1,6 +1,7 @@
 """What a fleet with vLLM spends CPU time on: `python -m benchmarks.worker_shares` (`make bench-worker-shares`).
 
-A batch goes through a fleet whose engine is up. Printed: CPU milliseconds a request of every process.
+A batch goes through a fleet whose engine is up. Printed: CPU milliseconds a request of every process. With `--flame
+DIR`, py-spy (`pip install py-spy`) samples worker and coordinator meanwhile: `DIR/vllm-<role>.svg` are flame graphs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.peers import files
+from benchmarks.sampling import Flames
 from benchmarks.warm_fleet import MODEL, Fleet
 from tests.support.brokers import redis_server
 
@@ -22,6 +24,7 @@ def main() -> None:
     """Parse the command line, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--flame", type=Path, metavar="DIR", help="sample worker and coordinator with py-spy")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bm-bench-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -35,8 +38,12 @@ def main() -> None:
         requests, tokens = files.write(source, files.KINDS["unique"], int(time.time()), MODEL, options.requests)
         before = _cpu(fleet, broker.port)
         children = _children_s()
+        flames = Flames(options.flame, "vllm")
+        flames.watch("coordinator", fleet.coordinator.pid)
+        flames.watch("worker", psutil.Process(fleet.worker.pid).children()[0].pid)
         took, _ = fleet.submit(source)
         after = _cpu(fleet, broker.port) | {"submit": _children_s() - children}
+        flames.close()
         print(f"{requests} requests, {tokens} answer tokens, {took:.1f} s")
         print("CPU milliseconds a request:")
         for who, seconds in sorted(after.items(), key=lambda item: -item[1] + before.get(item[0], 0.0)):

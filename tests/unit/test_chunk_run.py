@@ -17,6 +17,7 @@ from common.messages import (
     TOO_LATE,
     Chunk,
     Kind,
+    Part,
     Results,
     Row,
     decode_results,
@@ -113,6 +114,28 @@ def test_slices_of_several_batches(start_engine: StartEngine, knobs: dict[str, s
     assert line["response"]["body"]["choices"][0]["message"]["content"] == "echo: b2"
     usage = [p.usage for m in sent for p in m.parts if p.batch == again.batch]
     assert sum(u.completion_tokens for u in usage) == 20 * 2
+
+
+@pytest.mark.parametrize("knobs", [{}, {"LATENCY_MS": "1"}])
+def test_lines_are_made_and_sent_on_another_thread_than_the_engines(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, str]
+) -> None:
+    """What compresses, signs and publishes is what is sent to."""
+    seen: dict[str, set[str]] = {"made": set(), "sent": set()}
+
+    def made(*given: Any) -> list[Part]:
+        seen["made"].add(threading.current_thread().name)
+        return results_module.parts(*given)
+
+    def send(_: Results) -> None:
+        seen["sent"].add(threading.current_thread().name)
+
+    monkeypatch.setattr(chunk_module, "parts", made)
+    monkeypatch.setattr(chunk_module, "FLUSH_RESULTS", 5)
+    chunk = make_chunk([chat("x")] * 40, MODEL)
+    ChunkRun(chunk, ChunkWork(chunk, rows_of(chunk), *start_engine(**knobs)), "node", send).run()
+    here = {threading.current_thread().name}
+    assert seen == {"made": here, "sent": here}
 
 
 def test_nothing_to_do_is_done(start_engine: StartEngine) -> None:
