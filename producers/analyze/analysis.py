@@ -96,13 +96,15 @@ class _Tally:
             for at in places:
                 if fits[at]:
                     self.cached[name] += self._enter(cache, prompts[at], answers[at])
-        chains = array("Q")
-        for one, fit in zip(prompts, fits, strict=True):
-            for prompt in one if fit else ():
-                chains += prompt.chain
+        for at in range(0, len(rows), _AT_ONCE):
+            # A window's at once would be in memory several times.
+            chains = array("Q")
+            for one, fit in zip(prompts[at : at + _AT_ONCE], fits[at : at + _AT_ONCE], strict=True):
+                for prompt in one if fit else ():
+                    chains += prompt.chain
+            self._all_blocks += len(chains)
+            self._blocks.add(np.unique(np.array(chains, "<u8")).view(_BLOCKS))
         records = records[fits]
-        self._all_blocks += len(chains)
-        self._blocks.add(np.unique(np.array(chains, "<u8")).view(_BLOCKS))
         self._requests.add(records)
         self.requests += len(rows)
         self.too_long += len(rows) - len(records)

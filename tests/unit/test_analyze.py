@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from producers.analyze.prompts import asked
 from producers.analyze.report import Analysis
 from producers.analyze.tokens import ByBytes, counter
 from producers.cli.app import app
+from tests.support.processes import ROOT
 
 
 class NaiveCache:
@@ -232,6 +235,27 @@ def test_windows_share_what_the_cache_holds(fleet: Path, monkeypatch: pytest.Mon
     assert found.duplicates.requests == count - 1
     assert found.shared_prefix_tokens == (count - 1) * 256
     assert found.arrival.cached_tokens == found.planned.cached_tokens == (count - 1) * 256
+
+
+def test_memory_is_that_of_a_window_and_a_cache_not_of_the_file(fleet: Path) -> None:
+    """Peak memory of a whole process, at two windows and at ten."""
+    code = """
+import re, sys
+from common.registry import load as load_registry
+from common.settings import load
+from producers.analyze.analysis import analyze
+from producers.intake import reading
+reading.WINDOW_ROWS = 2000
+analyze(sys.argv[1], load(), load_registry(), kv_tokens=20_000, block_tokens=16)
+print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+"""
+    peaks = []
+    for count in (4000, 20_000):
+        source = write(fleet / "a.jsonl", [{"prompt": f"{n} " + "x" * 3000, "max_tokens": 1} for n in range(count)])
+        argv = [sys.executable, "-c", code, source]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=120, check=True)
+        peaks.append(int(done.stdout) / 1024)
+    assert peaks[1] < peaks[0] * 1.15
 
 
 def test_bad_lines_are_left_out_and_counted(fleet: Path) -> None:
