@@ -418,8 +418,6 @@ def test_what_was_answered_while_the_server_was_away_is_written_later(
 ) -> None:
     cache = opened(make(sync_interval_ms=600_000, local_mb=0))
     cache.check()
-    cache.put(key(0), b"before")
-    cache._flush()
     cache_server.kill()
     cache.put(key(1), b"met it")
     cache._flush()
@@ -430,9 +428,9 @@ def test_what_was_answered_while_the_server_was_away_is_written_later(
     cache._try_again()
     cache._flush()
     with cache_server.client(0) as client:
-        assert client.exists(*(b"bm:cache:" + key(number) for number in range(3))) == 3
+        assert client.exists(*(b"bm:cache:" + key(number) for number in (1, 2))) == 2
     assert cache._pending_bytes == 0
-    assert cache._server.counts()["m@1"] == {"written": 3}
+    assert cache._server.counts()["m@1"] == {"written": 2}
 
 
 def test_what_waits_for_the_server_does_not_outlive_its_time(

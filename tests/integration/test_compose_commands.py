@@ -120,7 +120,7 @@ class Bare:
         return self.processes.start(name, command, self.env(name))
 
     def typed(self, line: str, folder: Path) -> None:
-        """What a reader types after `docker compose run producers`; `ID` is the batch that was named last.
+        """What a reader types after `docker compose run`; `ID` is the batch that was named last.
 
         Redirections, and what is put in the container's /tmp, end in `folder`.
         """
@@ -131,7 +131,13 @@ class Bare:
                 *words, sign, name = words
                 stream, mode = ("stdin", "rb") if sign == "<" else ("stdout", "wb")
                 streams[stream] = stack.enter_context(open(folder / name, mode))
-            argv = [self.local("producers", w) for w in self.services["producers"]["entrypoint"]] + words
+            service, *words = words
+            entrypoint = self.services["producers"]["entrypoint"]
+            if service == "--entrypoint":
+                instead, service, *words = words
+                entrypoint = [instead]
+            assert service == "producers"
+            argv = [self.local("producers", w) for w in entrypoint] + words
             env = {**os.environ, **self.env("producers"), "PYTHONPATH": str(ROOT)} | self.processes.marks
             # The image's own folder: its user may not write there either.
             done = subprocess.run(
@@ -168,13 +174,11 @@ class Bare:
 
 
 def run_lines() -> list[str]:
-    """What README.md has people run beside the fleet, from the service's name on."""
-    lines = [line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if " run --rm" in line]
-    found = [
-        re.fullmatch(r"docker compose -f docker-compose\.gpu\.yml run --rm -T producers (.*?)( +#.*)?", x)
-        for x in lines
-    ]
-    assert len(found) == 3
+    """What the pages have people run beside the fleet, after `run --rm -T`."""
+    pages = "".join((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/cache.md"))
+    lines = [line.strip() for line in pages.splitlines() if " run --rm" in line]
+    found = [re.fullmatch(r"docker compose -f docker-compose\.gpu\.yml run --rm -T (.*?)( +#.*)?", x) for x in lines]
+    assert len(found) == 6
     return [match[1] for match in found if match is not None]
 
 

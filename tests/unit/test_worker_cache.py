@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common import registry
-from common.messages import Row, decode_rows
+from common import metrics, registry
+from common.messages import VERSION, Kind, Part, Results, Row, Usage, decode_rows
 from common.settings import load
 from tests.support.chunks import chat, make_chunk
 from workers.cache.template_clock import Clock
@@ -124,3 +124,21 @@ def test_a_template_that_prints_the_date_is_found_in_the_models_folder(start_nod
     )
     node.open_lane()
     assert clock(node) == Clock.DAY
+
+
+def test_a_worker_that_ends_lets_its_cache_write_the_rest(start_node: StartNode) -> None:
+    node = start_node()
+    assert node._cache is not None
+    assert node._cache._writer.is_alive()
+    node.close()
+    assert not node._cache._writer.is_alive()
+
+
+def test_what_the_cache_gave_and_requests_shared_is_in_the_metrics(start_node: StartNode) -> None:
+    node = start_node()
+    counters = metrics.CACHE_SERVED, metrics.REQUESTS_SHARED.labels(model=MODEL)
+    before = [counter._value.get() for counter in counters]
+    usage = Usage(cache_hits=2, cache_bytes=700, shared=3)
+    part = Part(batch="b", pos=b"", kind=bytes([Kind.OUTPUT] * 5), length=b"", lines=b"", usage=usage)
+    node._count(Results(v=VERSION, chunk="c", model=MODEL, node="n", seq=0, done=False, parts=[part]))
+    assert [counter._value.get() - was for counter, was in zip(counters, before, strict=True)] == [700, 3]
