@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 from common import metrics
 from common.settings import Settings
 from common.store import Store, open_store
-from producers.coordinator import live_view
+from producers.coordinator import live_view, sticky
+from producers.coordinator.packing import Draft
 from tests.support.brokers import Broker
 from tests.support.coordinators import MODEL, FakeWorker, Running, check_outputs, coordinating, make_batch, wait_status
 from tests.support.ports import wait_until
@@ -28,14 +31,15 @@ def store(fleet_settings: Settings) -> Store:
     return open_store(fleet_settings.store.url)
 
 
-@pytest.fixture
-def two(
-    fleet_settings: Settings, store: Store, broker: Broker, monkeypatch: pytest.MonkeyPatch
+@contextlib.contextmanager
+def fleet(
+    fleet_settings: Settings, store: Store, **scheduling: Any
 ) -> Iterator[tuple[Running, FakeWorker, FakeWorker]]:
     """A coordinator that knows two workers."""
-    monkeypatch.setattr(live_view, "PERIOD_S", 0.1)
     # What a worker at its gate has fetched from the shared queue is soon sent again.
-    scheduler = msgspec.structs.replace(fleet_settings.scheduler, chunk_requests=50, queue_size=1000, unclaimed_s=2)
+    scheduler = msgspec.structs.replace(
+        fleet_settings.scheduler, chunk_requests=50, queue_size=1000, unclaimed_s=2, **scheduling
+    )
     settings = msgspec.structs.replace(fleet_settings, scheduler=scheduler)
     with (
         FakeWorker(settings, node="one", prefetch=1) as one,
@@ -44,6 +48,33 @@ def two(
     ):
         wait_until(lambda: {w.node for w in running.core.workers or []} == {"one", "other"}, 30, "both are known")
         yield running, one, other
+
+
+@pytest.fixture
+def two(
+    fleet_settings: Settings, store: Store, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Running, FakeWorker, FakeWorker]]:
+    monkeypatch.setattr(live_view, "PERIOD_S", 0.1)
+    with fleet(fleet_settings, store) as running:
+        yield running
+
+
+def test_where_no_groups_are_wanted_all_goes_to_whoever_takes_it(
+    fleet_settings: Settings, store: Store, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_view, "PERIOD_S", 0.1)
+    targets: set[str] = set()
+    route = sticky.route
+
+    def routed(drafted: Draft, seen: sticky.View, shared: sticky.Shared) -> Draft:
+        drafted = route(drafted, seen, shared)
+        targets.add(drafted.node)
+        return drafted
+
+    monkeypatch.setattr(sticky, "route", routed)
+    with fleet(fleet_settings, store, sticky_prefixes=False):
+        wait_status(store, make_batch(store, GROUP * GROUPS, shared=SHARED), "completed")
+    assert targets == {""}
 
 
 def test_a_group_stays_with_one_worker(two: tuple[Running, FakeWorker, FakeWorker], store: Store) -> None:
