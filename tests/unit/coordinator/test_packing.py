@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import msgspec
@@ -100,6 +101,40 @@ def test_rows_of_a_paused_batch_that_wait_to_be_sent_again_take_no_room() -> Non
     got = sent(bench, 5, ROOM)
     assert got == {"b": 40}
     assert isinstance(bench.send(), Wait)
+
+
+def test_a_chunk_is_of_batches_that_use_the_cache_in_one_way_and_have_one_timeout() -> None:
+    """These stand in the chunk once: whoever asked for no cache must get no answer of it, on no attempt."""
+    ways = [("off", 60.0), ("read", 60.0), ("write", 60.0), ("on", 60.0), ("on", 5.0)]
+    batches = [
+        with_(f"{cache}{timeout_s:g}{which}", 3, cache=cache, timeout_s=timeout_s)
+        for cache, timeout_s in ways
+        for which in "ab"
+    ]
+    bench = Bench(*batches)
+
+    def send_all(room: Capacity) -> list[str]:
+        bench.now += 60
+        chunks = []
+        while isinstance(chunk := bench.send(room), str):
+            chunks.append(chunk)
+        together = [{share.batch for share in bench.book.out[chunk].shares} for chunk in chunks]
+        assert {name for names in together for name in names} == {batch.id for batch in batches}
+        assert all(len({name[:-1] for name in names}) == 1 for names in together), together
+        return chunks
+
+    def fail(chunk: str) -> None:
+        names = sorted({share.batch for share in bench.book.out[chunk].shares})
+        for name in names:
+            rows = all_of(Kind.RETRY, bench.positions(chunk, name))
+            bench.answer(chunk, rows, batch=name, done=name == names[-1])
+
+    for chunk in send_all(WIDE):
+        fail(chunk)
+    # What failed on one worker goes to the other's own queue.
+    for chunk in send_all(dataclasses.replace(WIDE, nodes=("n", "m"))):
+        fail(chunk)
+    send_all(WIDE)
 
 
 def test_attempts_and_losses_count_against_their_batch() -> None:
