@@ -25,6 +25,7 @@ from common.settings import Settings
 from tests.engine import tiny_models
 from tests.support.brokers import missing
 from tests.support.processes import ROOT
+from workers.engine import cpu_threads
 from workers.engine.base import Answer
 from workers.engine.vllm import VllmEngine
 from workers.engine_thread import EngineThread
@@ -147,12 +148,15 @@ def direct_answers(
         "chats": [[{"role": "user", "content": prompt}] for prompt in PROMPTS],
         "max_tokens": ANSWER_TOKENS,
     }
+    # Left to itself it leaves its sockets in /tmp.
+    env = dict(os.environ) | {"VLLM_RPC_BASE_PATH": str(tmp_path_factory.mktemp("ipc"))}
+    # Another number of threads adds up in another order, which a near tie between two tokens can show.
+    cpu_threads.use_all_cores(env, cpu_threads.allowed_cores())
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.direct"],
         input=json.dumps(wanted),
         cwd=ROOT,
-        # Left to itself it leaves its sockets in /tmp.
-        env=dict(os.environ) | {"VLLM_RPC_BASE_PATH": str(tmp_path_factory.mktemp("ipc"))},
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

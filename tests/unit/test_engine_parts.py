@@ -21,7 +21,7 @@ import pytest
 
 from common import settings as settings_module
 from common.registry import Hardware, ModelVersion
-from workers.engine import aborts, parent_death, privacy, sockets
+from workers.engine import aborts, cpu_threads, parent_death, privacy, sockets
 from workers.engine.arguments import engine_values
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,6 +237,30 @@ def test_what_cannot_be_read_back_from_host_memory_is_computed_again() -> None:
     strict = ModelVersion(source="/m", engine={"kv_transfer_config": named | {"kv_load_failure_policy": "fail"}})
     assert values(strict)["kv_transfer_config"]["kv_load_failure_policy"] == "fail"
     assert "kv_transfer_config" not in values(ModelVersion(source="/m"))
+
+
+def test_all_of_a_few_cores_compute() -> None:
+    env: dict[str, str] = {}
+    assert cpu_threads.use_all_cores(env, 2)
+    # Waiting threads sleep: spinning, they would stand still beside anything else that wants a core.
+    assert env == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "OMP_WAIT_POLICY": "passive"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "env"),
+    [
+        (5, {}),
+        (2, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}),
+        (2, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}),
+        (2, {"OMP_NUM_THREADS": "1"}),
+        (2, {"OMP_WAIT_POLICY": "active"}),
+        (2, {"LD_PRELOAD": "/usr/lib/libiomp5.so"}),
+    ],
+)
+def test_threads_are_left_to_vllm_or_to_who_placed_them(cores: int, env: dict[str, str]) -> None:
+    before = dict(env)
+    assert not cpu_threads.use_all_cores(env, cores)
+    assert env == before
 
 
 def entry_point(text: str) -> str:

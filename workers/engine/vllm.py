@@ -24,7 +24,7 @@ from common.errors import BatchmillError, UsageError
 from common.registry import ModelVersion
 from common.settings import Settings
 from common.urls import URL_CODE
-from workers.engine import aborts, arguments, parent_death, privacy, sockets
+from workers.engine import aborts, arguments, cpu_threads, parent_death, privacy, sockets
 from workers.engine.asgi import Caller, Response
 from workers.engine.base import Answer, EngineDead, EngineFacts, EngineStats
 from workers.models.verify import settle
@@ -218,6 +218,8 @@ class VllmEngine:
         from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if current_platform.is_cpu():
+            cpu_threads.use_all_cores(os.environ, cpu_threads.allowed_cores())
         values = arguments.engine_values(
             self.model_version, self._entry, self._settings, folder, cpu=current_platform.is_cpu()
         )
