@@ -1,28 +1,22 @@
 """The broker: one Celery configuration, the queues and how to publish, on Redis and on RabbitMQ alike.
 
 Every publish goes through the default exchange (`''`) with the queue as routing key: through a named exchange, a
-message vanishes silently once the exchange's binding is gone. Every publish is confirmed by the broker.
+message vanishes silently once the exchange's binding is gone. `publisher.py` publishes, confirmed by the broker.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from amqp.exceptions import MessageNacked
 from celery import Celery
-from kombu import Connection, Exchange, Producer, Queue
+from kombu import Connection, Exchange, Queue
 
 from common import queue_order, redis_clients, redis_clock, serializer
 from common.codec import PURPOSE_CHUNK, PURPOSE_RESULTS, Codec
 from common.errors import Unreachable, UsageError
 from common.messages import QUEUE_DEAD, QUEUE_INTAKE
 from common.settings import Settings
-
-#: Seconds to wait for the broker's confirm; a broker that blocks publishers (memory, disk) answers late.
-CONFIRM_TIMEOUT_S = 30
 
 #: Seconds after its last use until a worker's own queue ends, with what waits in it.
 TRANSIENT_S = 3600
@@ -130,16 +124,21 @@ def delete_queue(settings: Settings, connection: Connection, name: str) -> None:
         connection.default_channel.queue_purge(name)
 
 
-def connect(settings: Settings, on_blocked: Callable[[bool], None] | None = None) -> Connection:
+def connect(
+    settings: Settings, on_blocked: Callable[[bool], None] | None = None, *, confirm_each: bool = True
+) -> Connection:
     """A connection of one's own (not from a pool); `Unreachable` when the broker does not answer within 5 s.
 
     `on_blocked` is called, while something reads, when RabbitMQ blocks publishers (memory or disk alarm) or no more.
+    `confirm_each`: every publish waits for RabbitMQ's confirm.
     """
     serializer.install()
     redis_clock.install()
     redis_clients.install()
     url = broker_url(settings)
     options = transport_options(settings)
+    if not confirm_each:
+        options.pop("confirm_publish", None)
     if on_blocked is not None and is_amqp(url):
         options["on_blocked"] = lambda *_: on_blocked(True)
         options["on_unblocked"] = lambda *_: on_blocked(False)
@@ -157,139 +156,6 @@ def connect(settings: Settings, on_blocked: Callable[[bool], None] | None = None
         connection.release()
         raise Unreachable(f"broker {url} does not answer: {exc}") from None
     return connection
-
-
-class Publisher:
-    """Publishes over a connection of its own, confirmed. One thread at a time.
-
-    A RabbitMQ that is killed within seconds of a quorum queue's declaration comes back with that queue unable to
-    confirm anything, for good (seen on 3.10). So a queue that leaves two publishes in a row unconfirmed, on a broker
-    that answers and blocks nobody, is deleted and declared anew: what it held is sent again, since the store is the
-    truth.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._connection: Connection | None = None
-        self._producer: Producer | None = None
-        self._declared: set[str] = set()
-        self._unconfirmed: Counter[str] = Counter()
-        #: True while RabbitMQ, short of memory or disk, takes nothing from publishers.
-        self.blocked = False
-        #: Called whenever that changes, in the middle of a `publish` too, which waits for it to end.
-        self.on_blocked: Callable[[bool], None] = lambda _blocked: None
-
-    def publish(
-        self,
-        name: str,
-        body: Any,
-        *,
-        headers: dict[str, Any] | None = None,
-        serializer_name: str = serializer.NAME,
-        transient: bool = False,
-        **properties: Any,
-    ) -> None:
-        """Publish to a queue, declaring it at first use; raises what the transport raises when it is not confirmed.
-
-        The connection is dropped after an error, so that the next call starts on a new one. `transient`: a worker's own
-        queue, which ends an hour after its last use.
-        """
-        try:
-            producer = self._ready(name, transient)
-            producer.publish(
-                body,
-                exchange="",
-                routing_key=name,
-                serializer=serializer_name,
-                headers=headers or {},
-                delivery_mode=2,
-                # RabbitMQ: a queue that is gone (a wiped broker) makes the publish fail; otherwise the message would
-                # be confirmed and dropped.
-                mandatory=True,
-                confirm_timeout=CONFIRM_TIMEOUT_S,
-                **properties,
-            )
-            if transient and not is_amqp(broker_url(self._settings)):
-                producer.channel.client.expire(name, TRANSIENT_S)
-        except BaseException as exc:
-            self.close()
-            if isinstance(exc, MessageNacked | TimeoutError) and not self.blocked:
-                self._unconfirmed[name] += 1
-                if self._unconfirmed[name] >= 2 and is_amqp(broker_url(self._settings)):
-                    self._replace(name)
-            raise
-        self._unconfirmed.pop(name, None)
-        self._on_blocked(False)
-
-    def _replace(self, name: str) -> None:
-        connection = connect(self._settings)
-        try:
-            connection.default_channel.queue_delete(name)
-        finally:
-            connection.collect(socket_timeout=1)
-        self._unconfirmed.pop(name, None)
-
-    def publish_task(
-        self, name: str, task: str, task_id: str, blob: bytes, argsrepr: str, *, transient: bool = False
-    ) -> None:
-        """Publish a Celery task (protocol 2) whose only argument is `blob`; `argsrepr` is all that monitors show."""
-        self.publish(
-            name,
-            blob,
-            headers={
-                "lang": "py",
-                "task": task,
-                "id": task_id,
-                "root_id": task_id,
-                "parent_id": None,
-                "group": None,
-                "argsrepr": argsrepr,
-                "kwargsrepr": "{}",
-                "origin": "coordinator",
-                "ignore_result": True,
-            },
-            correlation_id=task_id,
-            transient=transient,
-        )
-
-    def _ready(self, name: str, transient: bool) -> Producer:
-        if self._connection is None or self._producer is None:
-            self._connection = connect(self._settings, on_blocked=self._on_blocked)
-            self._producer = Producer(self._connection, auto_declare=False)
-        if transient or name not in self._declared:  # A worker's own queue may have been deleted since.
-            queue(self._settings, name, transient=transient).bind(self._connection.default_channel).declare()
-            self._declared.add(name)
-        return self._producer
-
-    def _on_blocked(self, blocked: bool) -> None:
-        if blocked != self.blocked:
-            self.blocked = blocked
-            self.on_blocked(blocked)
-
-    def heartbeat(self) -> None:
-        """Keep an idle RabbitMQ connection alive; call it at least twice in every heartbeat interval."""
-        if self._connection is not None and self._connection.heartbeat:
-            try:
-                # The server's heartbeats count only once they are read, and nothing else reads here.
-                with contextlib.suppress(TimeoutError):
-                    self._connection.drain_events(timeout=0.001)
-                self._connection.heartbeat_check()
-            except BaseException:
-                self.close()
-                raise
-
-    def close(self) -> None:
-        """Close the connection; the next publish opens another."""
-        connection, self._connection, self._producer = self._connection, None, None
-        self._declared.clear()
-        if connection is None:
-            return
-        if is_amqp(broker_url(self._settings)):
-            # No handshake: a channel that waits for a confirm would hold it up for a minute.
-            connection.collect(socket_timeout=1)
-        else:
-            with contextlib.suppress(Exception):  # thrown away; how it fails to close adds nothing
-                connection.release()
 
 
 def codecs(settings: Settings) -> tuple[Codec, Codec]:

@@ -16,9 +16,10 @@ import redis
 from tenacity import RetryError, Retrying, sleep_using_event, stop_when_event_set, wait_exponential_jitter
 
 from common import logs
-from common.broker import Publisher, codecs
+from common.broker import codecs
 from common.live import LiveState
 from common.messages import VERSION, Crash, Inside, Results, encode
+from common.publisher import Publisher
 from common.settings import Settings
 from workers import breadcrumb
 from workers.breadcrumb import Crumb

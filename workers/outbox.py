@@ -10,8 +10,8 @@ from typing import Any
 from tenacity import RetryCallState, Retrying, sleep_using_event, stop_when_event_set, wait_exponential_jitter
 
 from common import logs, metrics
-from common.broker import Publisher
 from common.messages import QUEUE_DEAD
+from common.publisher import Publisher
 from common.settings import Settings
 
 #: Longest wait between two tries, seconds.

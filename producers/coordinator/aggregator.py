@@ -14,11 +14,12 @@ import numpy as np
 from kombu import Connection, Consumer
 
 from common import metrics
-from common.broker import Publisher, connect, queue
+from common.broker import connect, queue
 from common.codec import Codec
 from common.errors import BadMessage
 from common.logs import get
 from common.messages import QUEUE_DEAD, Crash, Kind, Results, decode_results, kinds, lengths, results_queue
+from common.publisher import Publisher
 from common.settings import Settings
 from producers.coordinator.backoff import Reconnect
 from producers.coordinator.broker_calls import BrokerTrouble, answers, broker_calls, let_go

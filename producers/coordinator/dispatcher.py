@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from common import metrics
-from common.broker import Publisher
 from common.codec import Codec
 from common.errors import Unreachable
 from common.ids import new_chunk_id
 from common.logs import get, why
 from common.messages import TASK_INFER, VERSION, Chunk, Slice, encode, infer_queue, node_queue, results_queue
+from common.publisher import Publisher
 from common.settings import Settings
 from common.store import Store
 from producers.coordinator import packing, sticky, stragglers
@@ -43,6 +43,11 @@ UNREADABLE_S = 3.0
 CLOCK_SLACK_S = 60.0
 
 
+#: Chunks that may be on their way to the broker without its confirm. Each is kept until then, at most
+#: `scheduler.chunk_bytes` and packed; 16 hide a confirm of 20 ms at 800 chunks a second.
+CONFIRM_WINDOW = 16
+
+
 class _Sealed(NamedTuple):
     chunk_id: str
     queue: str
@@ -66,7 +71,8 @@ class Dispatcher:
         self._sizes = sizes
         self._weights = Weights(settings.scheduler)
         self._files: dict[str, BatchFiles] = {}
-        self._outbox: _Sealed | None = None
+        #: Logged, and not confirmed by the broker yet: to be sent, or on their way.
+        self._outbox: dict[str, _Sealed] = {}
         self._reconnect = Reconnect()
         self._heartbeat_at = 0.0
 
@@ -76,18 +82,19 @@ class Dispatcher:
         try:
             while not core.stop.is_set():
                 core.dispatch.clear()
-                delay = self._publish_waiting()
-                if delay is None:
-                    delay = self._round()
-                if delay > 0:
+                delay = self._round() if self._publish(CONFIRM_WINDOW) else 1e-3
+                if delay > 0 and self._publish(0):
                     core.dispatch.wait(min(delay, 1.0))
                 self._keep_alive()
         finally:
+            if self._publisher.waiting() and core.fatal is None:
+                self._publish(0)
             self._publisher.close()
-            if self._outbox is not None and core.fatal is None:
-                # It never went out; the next life need not wait for it.
-                with contextlib.suppress(DiskFull):
-                    core.lose(Lost(self._outbox.chunk_id, leased=False))
+            if core.fatal is None:
+                # They never went out; the next life need not wait for them.
+                for chunk_id in self._outbox:
+                    with contextlib.suppress(DiskFull):
+                        core.lose(Lost(chunk_id, leased=False))
 
     def _round(self) -> float:
         """One chunk for every lane that has one; seconds until there may be more (0: at once)."""
@@ -102,12 +109,9 @@ class Dispatcher:
         for model in models:
             if core.stop.is_set():
                 break
-            wait = self._next_chunk(model)
-            if self._outbox is not None:
-                failed = self._publish_waiting()
-                if failed is not None:
-                    return failed
-            delay = min(delay, wait)
+            delay = min(delay, self._next_chunk(model))
+            if not self._publish(CONFIRM_WINDOW):
+                return 1e-3
         return delay
 
     def _next_chunk(self, model: str) -> float:
@@ -249,38 +253,54 @@ class Dispatcher:
         requests = sum(len(p.positions) for p in kept)
         argsrepr = f"batch={batches} chunk={chunk_id} requests={requests}"
         blob = self._codec.seal(queue, encode(chunk))
-        self._outbox = _Sealed(chunk_id, queue, blob, argsrepr, transient=bool(drafted.node))
+        self._outbox[chunk_id] = _Sealed(chunk_id, queue, blob, argsrepr, transient=bool(drafted.node))
 
-    def _publish_waiting(self) -> float | None:
-        """Publish what waits; None when nothing does any more, else seconds until the next attempt."""
-        waiting, core = self._outbox, self._core
-        if waiting is None:
-            return None
+    def _publish(self, most: int) -> bool:
+        """Send what waits and leave at most `most` chunks unconfirmed; False when the broker failed at it.
+
+        Then all that it did not confirm is sent again by the next call.
+        """
+        self._note_confirmed()
+        if not self._outbox:
+            return True
+        core = self._core
         try:
-            self._publisher.publish_task(
-                waiting.queue,
-                TASK_INFER,
-                waiting.chunk_id,
-                waiting.blob,
-                waiting.argsrepr,
-                transient=waiting.transient,
-            )
+            on_their_way = self._publisher.waiting()
+            for sealed in self._outbox.values():
+                if sealed.chunk_id not in on_their_way:
+                    self._publisher.begin_task(
+                        sealed.queue,
+                        TASK_INFER,
+                        sealed.chunk_id,
+                        sealed.blob,
+                        sealed.argsrepr,
+                        transient=sealed.transient,
+                    )
+            self._publisher.settle(most)
         except Exception as exc:
+            self._note_confirmed()
             delay = self._reconnect.failed()
-            log.warning("publish_failed", chunk=waiting.chunk_id, error=why(exc), again_in_s=delay)
+            log.warning("publish_failed", chunks=len(self._outbox), error=why(exc), again_in_s=delay)
             if not self._publisher.blocked:
                 core.trouble("broker_unreachable", "dispatcher", not answers(type(exc).__name__))
             core.stop.wait(delay)
-            return 1e-3
+            return False
+        self._note_confirmed()
+        return True
+
+    def _note_confirmed(self) -> None:
+        core, confirmed = self._core, self._publisher.confirmed()
+        if not confirmed:
+            return
         self._reconnect.worked()
-        self._outbox = None
         with core.lock:
-            chunk = core.book.out.get(waiting.chunk_id)
-            if chunk is not None:
-                chunk.published, chunk.sent_at = True, time.monotonic()
-                metrics.CHUNKS_SENT.labels(model=chunk.model).inc()
+            for chunk_id in confirmed:
+                self._outbox.pop(chunk_id, None)
+                chunk = core.book.out.get(chunk_id)
+                if chunk is not None:
+                    chunk.published, chunk.sent_at = True, time.monotonic()
+                    metrics.CHUNKS_SENT.labels(model=chunk.model).inc()
         core.trouble("broker_unreachable", "dispatcher", False)
-        return None
 
     def _keep_alive(self) -> None:
         now = time.monotonic()

@@ -12,10 +12,11 @@ import amqp
 from kombu import Connection, Producer
 
 from common import metrics
-from common.broker import Publisher, queue
+from common.broker import queue
 from common.errors import BatchmillError, UsageError
 from common.logs import get
 from common.messages import QUEUE_DEAD, QUEUE_INTAKE
+from common.publisher import Publisher
 from common.registry import Registry
 from common.settings import Settings
 from common.store import Store

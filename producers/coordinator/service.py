@@ -15,11 +15,12 @@ from pathlib import Path
 
 from common import collector, metrics
 from common import registry as registry_module
-from common.broker import Publisher, codecs
+from common.broker import codecs
 from common.errors import StoreFull, Unreachable, UsageError
 from common.live import LiveState
 from common.logs import get, why
 from common.places import expanded, store_url
+from common.publisher import Publisher
 from common.registry import Registry
 from common.settings import Settings
 from common.store import LocalStore, Store, open_store

@@ -43,8 +43,8 @@ def test_answers_are_those_of_vllm_though_the_engine_ends_in_mid_batch(
         lines.append({"custom_id": f"chat-{n}", "body": chat})
         response = {"input": prompt, "max_output_tokens": ANSWER_TOKENS, "temperature": 0}
         lines.append({"custom_id": f"resp-{n}", "url": "/v1/responses", "body": response})
-    # Long answers go first, four at a time: a good half minute's work on a machine of two cores, of which the first part is
-    # done within seconds.
+    # Long answers go first, four at a time: half a minute's work and more on a machine of two cores, of which the first
+    # part is done within seconds.
     for n in range(24):
         story = {"prompt": f"Story {n}:", "max_tokens": STORY_TOKENS, "temperature": 0, "ignore_eos": True}
         lines.append({"custom_id": f"story-{n}", "body": story})

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from common.broker import Publisher, codecs, connect, queue
+from common.broker import codecs, connect, queue
 from common.ids import new_chunk_id
 from common.messages import TASK_INFER, VERSION, Results, encode, infer_queue
+from common.publisher import Publisher
 from tests.conftest import ECHO_MODEL
 from tests.fault.fleet import READY, Fleet
 from tests.fault.table import case
@@ -62,7 +63,8 @@ class Meddler:
 
     def put_chunk(self, blob: bytes, chunk_id: str) -> None:
         """A blob in the guise of a chunk."""
-        self._publisher.publish_task(QUEUE, TASK_INFER, chunk_id, blob, "batch=x chunk=y requests=1")
+        self._publisher.begin_task(QUEUE, TASK_INFER, chunk_id, blob, "batch=x chunk=y requests=1")
+        self._publisher.settle()
 
     def put_json(self, name: str, body: Any, headers: dict[str, Any]) -> None:
         """A message as other programs write it."""

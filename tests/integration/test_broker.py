@@ -5,27 +5,32 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 import redis
-from kombu import Consumer
+from amqp.exceptions import MessageNacked
+from kombu import Consumer, Queue
 from redis.connection import AbstractConnection
 
-from common import broker as broker_module
-from common.broker import Publisher, connect, queue
+from common import publisher as publisher_module
+from common.broker import connect, queue
 from common.errors import Unreachable
 from common.live import LiveState, WorkerFacts
+from common.publisher import Publisher
 from common.serializer import CONTENT_TYPE
 from common.settings import Settings, load
 from tests.conftest import make_fleet_env
+from tests.fault.proxy import Proxy
 from tests.support.brokers import Broker, RabbitBroker, RedisBroker
 from tests.support.ports import wait_until
 
 
 def test_a_message_arrives_as_it_was_sent(broker: Broker, fleet_settings: Settings) -> None:
     publisher = Publisher(fleet_settings)
-    publisher.publish_task("infer.m.1", "batchmill.infer_chunk", "chunk_1", b"\x00blob\xff", "requests=1")
+    publisher.begin_task("infer.m.1", "batchmill.infer_chunk", "chunk_1", b"\x00blob\xff", "requests=1")
+    publisher.settle()
     publisher.close()
     got: list[tuple[Any, Any]] = []
     with connect(fleet_settings) as connection:
@@ -48,7 +53,7 @@ def test_a_publisher_goes_on_after_a_restart_of_the_broker(
     broker: Broker, fleet_settings: Settings, settled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`settled`: RabbitMQ has written down that the queue exists; killed before, it comes back with a dead queue."""
-    monkeypatch.setattr(broker_module, "CONFIRM_TIMEOUT_S", 3)
+    monkeypatch.setattr(publisher_module, "CONFIRM_TIMEOUT_S", 3)
     publisher = Publisher(fleet_settings)
     publisher.publish("results.0", b"one")
     if settled:
@@ -170,4 +175,56 @@ def test_an_idle_publisher_keeps_its_connection(broker: Broker, fleet_env: dict[
         time.sleep(0.2)
     publisher.publish("results.0", b"two")
     assert publisher._connection is connection
+    publisher.close()
+
+
+def test_several_messages_are_on_their_way_at_once(broker: Broker, fleet_settings: Settings) -> None:
+    publisher = Publisher(fleet_settings)
+    most = 0
+    for number in range(40):
+        publisher.begin("results.0", b"%d" % number, key=f"k{number}")
+        publisher.settle(16)
+        most = max(most, len(publisher.waiting()))
+    assert most <= (16 if broker.kind == "rabbitmq" else 0)
+    publisher.settle()
+    assert publisher.waiting() == set()
+    assert sorted(publisher.confirmed()) == sorted(f"k{number}" for number in range(40))
+    assert publisher.confirmed() == []
+    publisher.close()
+    wait_until(lambda: broker.depth("results.0").ready == 40, 30, "all are there")
+
+
+def test_a_slow_confirm_is_not_waited_for_by_each_message(rabbit_broker: RabbitBroker, tmp_path: Path) -> None:
+    port = urlsplit(rabbit_broker.url).port
+    assert port is not None
+    with Proxy(port, delay_s=0.05) as line:
+        url = rabbit_broker.url.replace(f":{port}/", f":{line.port}/")
+        publisher = Publisher(load(env=make_fleet_env(tmp_path, url, rabbit_broker.state_url)))
+        publisher.publish("results.0", b"declares the queue")
+        began = time.monotonic()
+        for number in range(40):
+            publisher.begin("results.0", b"x", key=f"k{number}")
+            publisher.settle(16)
+        publisher.settle()
+        took = time.monotonic() - began
+        publisher.close()
+    assert len(publisher.confirmed()) == 40
+    assert took < 40 * 0.1, "each has waited for the one before: there and back takes 0.1 s"
+
+
+def test_a_refused_message_takes_no_other_with_it(rabbit_broker: RabbitBroker, tmp_path: Path) -> None:
+    settings = load(env=make_fleet_env(tmp_path, rabbit_broker.url, rabbit_broker.state_url))
+    bounds = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    with connect(settings) as connection:
+        Queue("infer.full.1", durable=True, queue_arguments=bounds).bind(connection.default_channel).declare()
+    publisher = Publisher(settings)
+    publisher._declared.add("infer.full.1")
+    publisher.begin("infer.full.1", b"x", key="fits")
+    publisher.settle()
+    for name, key in (("infer.full.1", "too many"), ("results.0", "other"), ("results.0", "another")):
+        publisher.begin(name, b"x", key=key)
+    with pytest.raises(MessageNacked, match=r"infer\.full\.1"):
+        publisher.settle()
+    assert publisher.confirmed() == ["fits", "other", "another"]
+    assert publisher.waiting() == set()
     publisher.close()

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from kombu.message import Message
 
-from common.broker import Publisher, codecs
+from common.broker import codecs
 from common.ids import new_chunk_id
 from common.local_group import LocalGroup
 from common.messages import QUEUE_DEAD, VERSION, CacheFacts, Kind, Results, Row, encode, infer_queue
+from common.publisher import Publisher
 from common.settings import Settings
 from common.store import LocalStore, Store, open_store
 from producers.batch import Command, Heartbeat, folder

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from common import broker as broker_module
+from common.publisher import Publisher
 from common.settings import Settings
 from tests.support.brokers import Broker, Depth, RabbitBroker, RedisBroker
 from tests.support.ports import wait_until
@@ -16,7 +17,7 @@ from tests.support.processes import Processes
 
 
 def test_depth_counts_ready_and_unacked(broker: Broker, fleet_settings: Settings) -> None:
-    publisher = broker_module.Publisher(fleet_settings)
+    publisher = Publisher(fleet_settings)
     for _ in range(3):
         publisher.publish("infer.x.1", b"blob")
     publisher.close()
@@ -34,7 +35,7 @@ def test_depth_counts_ready_and_unacked(broker: Broker, fleet_settings: Settings
 
 
 def test_a_killed_broker_comes_back_with_what_it_had(broker: Broker, fleet_settings: Settings) -> None:
-    publisher = broker_module.Publisher(fleet_settings)
+    publisher = Publisher(fleet_settings)
     publisher.publish("infer.x.1", b"blob")
     publisher.close()
     broker.wait_saved("infer.x.1")

@@ -65,7 +65,8 @@ def test_bad_messages_go_to_the_dead_letters_with_their_reason(
     with dead_letters(fleet_settings) as wait:
         for _, chunk, raw in sent:
             shown = "requests=1"
-            dispatch.publisher.publish_task(QUEUE, TASK_INFER, chunk.id, raw, shown)
+            dispatch.publisher.begin_task(QUEUE, TASK_INFER, chunk.id, raw, shown)
+            dispatch.publisher.settle()
         found = wait(len(sent))
     reasons = sorted(dead.reason for dead in found)
     for reason, _, raw in sent:

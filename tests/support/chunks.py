@@ -12,7 +12,7 @@ import msgspec
 from kombu import Connection, Consumer
 
 from common import ids
-from common.broker import Publisher, codecs, connect, queue
+from common.broker import codecs, connect, queue
 from common.live import LiveState
 from common.messages import (
     QUEUE_DEAD,
@@ -32,6 +32,7 @@ from common.messages import (
     node_queue,
     positions,
 )
+from common.publisher import Publisher
 from common.serializer import CONTENT_TYPE
 from common.settings import Settings
 from tests.support.ports import PATIENCE_S, wait_until
@@ -116,7 +117,8 @@ class Dispatch:
         shown = f"batch={chunk.slices[0].batch} chunk={chunk.id} requests={count}"
         name = node_queue(chunk.model, node) if node else infer_queue(chunk.model)
         sealed = blob or self.seal(chunk, name)
-        self.publisher.publish_task(name, TASK_INFER, chunk.id, sealed, shown, transient=bool(node))
+        self.publisher.begin_task(name, TASK_INFER, chunk.id, sealed, shown, transient=bool(node))
+        self.publisher.settle()
         return chunk
 
     def collect(self, enough: Callable[[], bool], timeout: float = 30, what: str = "results") -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from blake3 import blake3
 from kombu import Consumer
 
-from common.broker import Publisher, codecs, connect, queue
+from common.broker import codecs, connect, queue
 from common.ids import new_batch_id
 from common.lines import answer_line, encode_marks, error_line
 from common.live import LiveState, WorkerFacts
@@ -39,6 +39,7 @@ from common.messages import (
 )
 from common.plan import Window
 from common.plan_reader import PLAN_DTYPE
+from common.publisher import Publisher
 from common.settings import Settings
 from common.store import Store
 from producers.batch import Batch, Input, Status, folder
