@@ -20,6 +20,7 @@ from common.registry import load as load_registry
 from common.settings import load
 from common.urls import URL_CODE
 from producers.analyze.analysis import ASSUMED_KV_TOKENS, analyze
+from producers.analyze.context import context_of, room
 from producers.analyze.kv_cache import KvCache
 from producers.analyze.prompts import asked
 from producers.analyze.report import Analysis
@@ -224,6 +225,21 @@ def test_what_the_context_has_no_room_for_is_counted_apart(fleet: Path, length: 
     found = look(write(fleet / "long.jsonl", bodies[:2]))
     assert (found.requests, found.too_long, found.prompt_tokens) == (2, 2, 0)
     assert CliRunner().invoke(app, ["analyze", str(fleet / "long.jsonl")]).exit_code == 0
+
+
+def test_several_answers_each_have_the_room_that_is_left() -> None:
+    chat = URL_CODE["/v1/chat/completions"]
+    assert room(100, chat, {}, [90], 60) == 10
+    assert room(100, chat, {"n": 3}, [90], 60) == 30
+    assert room(100, chat, {"n": 3}, [90], 20) == 20
+
+
+@pytest.mark.parametrize(("config", "context"), [({}, 300), ({"rope_scaling": {"factor": 4}}, None)])
+def test_the_context_is_the_models_own_unless_its_positions_are_scaled(
+    fleet: Path, config: dict[str, Any], context: int | None
+) -> None:
+    (fleet / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 300}))
+    assert context_of(load_registry().get("big@1"), load(), fleet) == context
 
 
 def test_windows_share_what_the_cache_holds(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.confirms import Confirms
+from common.confirms import Confirms, Sent
 
 
 def sent(number: int) -> Confirms:
@@ -15,7 +15,7 @@ def sent(number: int) -> Confirms:
     return confirms
 
 
-def keys(found: list) -> list[str]:
+def keys(found: list[Sent]) -> list[str]:
     return [one.key for one in found]
 
 
@@ -25,8 +25,9 @@ def test_one_answer_may_settle_several() -> None:
     confirms.ack(3, multiple=True)
     assert keys(confirms.confirmed) == ["k2", "k1", "k3"]
     assert [one.key for one in confirms.waiting] == ["k4", "k5"]
-    assert confirms.oldest is not None
-    assert (confirms.oldest.queue, confirms.oldest.at) == ("q0", 4.0)
+    oldest = confirms.oldest
+    assert oldest is not None
+    assert (oldest.queue, oldest.at) == ("q0", 4.0)
     confirms.nack(0, multiple=True)  # tag 0: all there are
     assert keys(confirms.refused) == ["k4", "k5"]
     assert (len(confirms), confirms.oldest) == (0, None)

@@ -78,6 +78,10 @@ def test_small_groups_and_a_single_worker_need_no_queue_of_their_own() -> None:
     bench = Bench(batch_of("a", 48))
     chunk = str(send(bench, shared_of([4] * 12)))
     assert bench.book.out[chunk].target == ""
+    for common, own in ((1023, False), (1024, True)):
+        bench = Bench(batch_of("a", 720))
+        chunk = str(send(bench, np.minimum(shared_of([720]), common)))
+        assert bool(bench.book.out[chunk].target) is own, "less is computed again as fast as sent"
     alone = Capacity(target=8, window=72, workers=1, slots=3, floor=2, nodes=NODES[:1], seqs=8)
     bench = Bench(batch_of("a", 48))
     assert bench.book.out[str(send(bench, shared_of([48]), alone))].target == ""
