@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from common.settings import is_key
+from common.settings import is_key, load
 from common.store import LocalStore
 from producers.batch_view import ask
-from producers.embedded import demand, procfs, record
+from producers.embedded import demand, fleet, procfs, record
 from producers.embedded.child import Child, telling_line
 from producers.embedded.keys import ensure_keys
 from producers.embedded.layout import Layout
@@ -35,6 +35,20 @@ def start_sleeper(code: str = SLEEPER, **env: str) -> subprocess.Popen[bytes]:
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
     return process
+
+
+@pytest.mark.parametrize(("said", "given"), [("1", 1.0), ("1000", 2.0)])
+def test_its_cache_takes_a_quarter_of_the_memory_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, given: float
+) -> None:
+    """It shares a server with the broker, which counts for that server's machine too."""
+    monkeypatch.setattr(fleet, "physical_memory", lambda: 8 << 30)
+    where = Layout(tmp_path)
+    made = fleet._complete(load(env={"BATCHMILL_CACHE_CAPACITY_GB": said}), where, {})
+    assert made.cache.capacity_gb == given
+    assert made.cache.url == f"unix://{where.socket}?db=1", "another database than the broker's"
+    own = load(env={"BATCHMILL_CACHE_CAPACITY_GB": said, "BATCHMILL_CACHE_URL": "redis://own/0"})
+    assert fleet._complete(own, where, {}).cache == own.cache
 
 
 def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:

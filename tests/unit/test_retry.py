@@ -34,7 +34,9 @@ def submit(store: LocalStore, requests: int, invalid: Set[int] = frozenset()) ->
     """Requests `c<n>`; prompts run backwards, so that the planned order is another. Invalid ones repeat an id."""
     valid = b'{"custom_id":"c%d","body":{"prompt":"%06d"}}\n'
     raw = b"".join(b'{"custom_id":"c0"}\n' if n in invalid else valid % (n, requests - n) for n in range(requests))
-    options = Options(skip_invalid=bool(invalid), metadata={"k": "v"}, tenant="lab", completion_window="1h")
+    options = Options(
+        skip_invalid=bool(invalid), metadata={"k": "v"}, tenant="lab", completion_window="1h", cache="read"
+    )
     return submit_bytes(raw, store, Settings(), REGISTRY, options)
 
 
@@ -96,6 +98,7 @@ def test_retries_hold_what_is_unanswered_and_merge_in_the_order_of_the_input(
     assert [json.loads(row.body)["prompt"] for row in by_index] == [f"{requests - n:06}" for n in failing]
     assert again.retry_of == batch.id
     assert (again.requests, again.tenant, again.metadata, again.expires_at) == (len(failing), "lab", {"k": "v"}, None)
+    assert again.cache == "read", "as it was, whatever the settings say by now"
     assert read_status(store, again).status == "queued"
     failing_again = [n for n in failing if n in second]
     answer(store, again, {f"c{n}" for n in failing_again})

@@ -111,8 +111,13 @@ def test_what_is_kept_and_shared_is_the_models_and_the_batchs_word(
     assert kept_and_shared(node, 0.0, "off") == not_asked
 
 
-def test_equal_requests_share_where_there_is_no_cache(start_node: StartNode) -> None:
-    assert kept_and_shared(start_node(url=""), 0.0) == (False, True)
+def test_equal_requests_share_where_there_is_no_cache(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start_node(url="")
+    noted: list[str] = []
+    monkeypatch.setattr(node._uncached, "note", lambda chunk: noted.append(chunk.cache))
+    assert kept_and_shared(node, 0.0) == (False, True)
+    assert kept_and_shared(node, 0.0, "off") == (False, True)
+    assert noted == ["on"], "who asked for it is told"
 
 
 def test_a_template_that_prints_the_date_is_found_in_the_models_folder(start_node: StartNode, tmp_path: Path) -> None:
