@@ -133,9 +133,11 @@ test-engine: model $(STAMPS)/dev ## the tests that need a real engine
 	@$(BIN)/python -m pytest -m 'engine and not slow' $(ARGS)
 
 .PHONY: bench-pipeline bench-small-batches bench-recovery bench-fairness bench-sticky bench-vs-peers bench-peers-ray \
-  bench-plan bench-occupancy bench-worker-shares bench-engine-loop bench-cache-trouble
+  bench-plan bench-occupancy bench-worker-shares bench-engine-loop bench-cache-trouble bench-confirms
 bench-pipeline: test-needs $(STAMPS)/dev ## what the path around the engine costs, on both brokers
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
+bench-confirms: test-needs $(STAMPS)/dev ## what waiting for a broker's confirms costs a sender
+	@$(BIN)/python -m benchmarks.confirms $(ARGS)
 bench-small-batches: test-needs $(STAMPS)/dev ## ten thousand batches of five requests against one of fifty thousand
 	@$(BIN)/python -m benchmarks.small_batches $(ARGS)
 bench-recovery: test-needs $(STAMPS)/dev ## what it costs when one of two workers is killed

@@ -60,8 +60,9 @@ class Proxy:
         return await asyncio.start_server(self._connected, "127.0.0.1", self.port)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._open.wait()
-        with contextlib.suppress(OSError):
+        # Cancelled at the end; asyncio's own callback would print that as an error.
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await self._open.wait()
             there, back = await asyncio.open_connection("127.0.0.1", self._target)
             await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
         writer.close()

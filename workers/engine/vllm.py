@@ -219,7 +219,9 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if current_platform.is_cpu():
-            cpu_threads.use_all_cores(os.environ, cpu_threads.allowed_cores())
+            cores = cpu_threads.allowed_cores()
+            if cpu_threads.use_all_cores(os.environ, cores):
+                log.info("all cores compute; VLLM_CPU_OMP_THREADS_BIND=auto leaves one of them free", cores=cores)
         values = arguments.engine_values(
             self.model_version, self._entry, self._settings, folder, cpu=current_platform.is_cpu()
         )
