@@ -3,8 +3,9 @@
 Files of several kinds (`benchmarks.peers.files`) go, one after the other, through a fleet whose engine is up and
 through its peers, in turn, on one machine, with the same model folder and engine arguments; each round has prompts of
 its own. Printed: the raw seconds, and the medians of the rounds' ratios. Every answer is counted, and so are its
-tokens: a peer that did other work is named. `--into FILE` adds the rounds to those that FILE holds, so that a long
-table can be measured in parts, each with the fleet beside the peers it is compared with; `--show FILE` prints them.
+tokens: a peer that did other work is named. Engines that are up and not asked stand still. `--into FILE` adds the
+rounds to those that FILE holds, so that a long table can be measured in parts, each with the fleet beside the peers it
+is compared with; `--show FILE` prints them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import files, run
+from benchmarks.peers.alone import Engines
 from benchmarks.warm_fleet import MODEL, Fleet, demo_entry
 from common.interrupts import terminated_like_interrupted
 from tests.support.brokers import redis_server
@@ -62,10 +64,15 @@ def measure(
             settings=kind.settings,
         )
         stack.callback(fleet.processes.close)
+        engines = Engines()
+        engines.note(FLEET)
         place = run.Place(
             fleet.processes, folder / "peers", fleet.model_folder, MODEL, engine, f"{url}/1", ray_python, kind.chunk
         )
-        up = [stack.enter_context(contextlib.closing(run.make(peer, place))) for peer in peers]
+        up = []
+        for word in peers:
+            up.append(stack.enter_context(contextlib.closing(run.make(word, place))))
+            engines.note(up[-1].name)
         warm = folder / "warm.jsonl"
         files.write(warm, files.KINDS["unique"], -1, MODEL, 16)
         fleet.submit(warm)
@@ -80,7 +87,9 @@ def measure(
             turn = round_ % (len(up) + 1)
             order: list[run.Peer | None] = [None, *up]
             for peer in order[turn:] + order[:turn]:
-                keep(_fleet(fleet, kind, wanted, source) if peer is None else _peer(peer, kind, wanted, source))
+                with engines.only(FLEET if peer is None else peer.name):
+                    record = _fleet(fleet, kind, wanted, source) if peer is None else _peer(peer, kind, wanted, source)
+                keep(record)
 
 
 def _fleet(fleet: Fleet, kind: files.Kind, wanted: Record, source: Path) -> Record:
