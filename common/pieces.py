@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from xxhash import xxh3_64_intdigest
 
-#: Bytes of a piece; bodies of less than two are held as they are.
+#: Bytes of a piece.
 PIECE = 512
-_LEAST = 2 * PIECE
+#: Bodies of less are held as they are.
+LEAST = 2 * PIECE
 #: Bytes of memory that go with a digest that is known, with a piece besides its own, and with a reference to one.
 _KNOWN, _OBJECT, _REFERENCE = 112, 48, 8
 
@@ -30,7 +31,7 @@ class Pieces:
     def hold(self, body: bytes) -> tuple[Body, int]:
         """The body, or the same in pieces, and how many bytes of memory it takes that were not taken yet."""
         size = len(body)
-        if size < _LEAST:
+        if size < LEAST:
             return body, size
         digest = xxh3_64_intdigest(body[:PIECE])
         if digest not in self._known:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from common.errors import InvalidInput
-from common.pieces import Pieces
+from common.pieces import LEAST, Body, Pieces
 from producers.intake.duplicates import Duplicate, Duplicates
 from producers.intake.explain import Refused
 from producers.intake.reader import ENDLESS, read_lines
@@ -15,7 +15,7 @@ from producers.intake.refusals import SHOWN, LineError, Refusal, Refusals, Repor
 from producers.intake.rules import Rules
 from producers.intake.source import Source
 from producers.plan_file import WindowRow
-from producers.planner import WINDOW_BYTES, WINDOW_ROWS, hold_key
+from producers.planner import EXACT_BYTES, WINDOW_BYTES, WINDOW_ROWS, Key, hold_key
 
 if TYPE_CHECKING:
     from producers.invalid_file import InvalidWriter
@@ -93,7 +93,9 @@ class Reading:
         """Read to the end; rows go to `writer` window by window, as long as the batch may still come to be."""
         check = self._rules.check
         source = self._source
-        rows, pieces = self._rows, self._pieces
+        rows = self._rows
+        held: Body
+        held_key: Key
         number = index = size = cost_sum = 0
         window_end = WINDOW_ROWS
         for lines, utf8, endless in read_lines(source.blocks(), self._rules.longest):
@@ -116,16 +118,16 @@ class Reading:
                     custom_id, url, body, key, cost, output = checked
                     cost_sum += cost
                     if writer is not None:
-                        held, taken = pieces.hold(body)
-                        held_key, more = hold_key(key, pieces)
-                        need = taken + more + len(custom_id) + _ROW_EXTRA
+                        if len(body) < LEAST and len(key) <= EXACT_BYTES:
+                            # As `_hold`, which most requests need not pay for.
+                            held, held_key, need = body, key, len(body) + len(key) + len(custom_id) + _ROW_EXTRA
+                        else:
+                            held, held_key, need = self._hold(custom_id, body, key)
                         if size + need > WINDOW_BYTES and size:
                             self._close_window(writer, index)
                             window_end = index + WINDOW_ROWS
                             size = 0
-                            held, taken = pieces.hold(body)
-                            held_key, more = hold_key(key, pieces)
-                            need = taken + more + len(custom_id) + _ROW_EXTRA
+                            held, held_key, need = self._hold(custom_id, body, key)
                         size += need
                     else:
                         held = held_key = b""
@@ -152,6 +154,12 @@ class Reading:
                 self._progress(source.bytes_read, number)
         self._close_window(writer, index)
         self._end()
+
+    def _hold(self, custom_id: bytes, body: bytes, key: bytes) -> tuple[Body, Key, int]:
+        """A row's body and key as they are kept in the window at hand, and the bytes of memory that the row takes."""
+        held, taken = self._pieces.hold(body)
+        held_key, more = hold_key(key, self._pieces)
+        return held, held_key, taken + more + len(custom_id) + _ROW_EXTRA
 
     def _end(self) -> None:
         if self._source.broken:
